@@ -1,0 +1,69 @@
+"""Name → class. One registration line per entry; command-line choices, tests, docs and benchmarks derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+from normsmith.config import Config
+from normsmith.errors import ConfigError, UnknownNameError
+
+T = TypeVar("T", bound=type[Any])
+
+
+class Registry(Generic[T]):
+    """A named set of classes, each with a nested `Config` whose `kind` is the name it is registered under."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._classes: dict[str, T] = {}
+        self._aliases: dict[str, dict[str, Any]] = {}
+
+    def register(self, name: str, **aliases: dict[str, Any]) -> Callable[[T], T]:
+        """Class decorator: enter the class as `name`; each alias names a set of options, `proj={"p": 1}`."""
+
+        def enter(cls: T) -> T:
+            for new in (name, *aliases):
+                if new in self._classes or new in self._aliases:
+                    raise ValueError(
+                        f"{self.what} {new!r} is already registered, choose another name for {cls.__name__}"
+                    )
+            self._classes[name] = cls
+            self._aliases.update({alias: {"kind": name, **options} for alias, options in aliases.items()})
+            return cls
+
+        return enter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._classes))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._classes or name in self._aliases
+
+    @property
+    def aliases(self) -> dict[str, dict[str, Any]]:
+        """Alias → the options it stands for, `kind` included."""
+        return {alias: dict(options) for alias, options in sorted(self._aliases.items())}
+
+    def get(self, name: str) -> T:
+        """Return the class called `name` (or the one an alias points to); `UnknownNameError` names the nearest ones."""
+        name = self._aliases.get(name, {"kind": name})["kind"]
+        if name not in self._classes:
+            raise UnknownNameError(self.what, name, [*self._classes, *self._aliases])
+        return self._classes[name]
+
+    def config(self, spec: str | dict[str, Any] | Config, **options: Any) -> Config:
+        """Turn a name, a mapping with `kind`, or a configuration into the validated configuration of that entry."""
+        if isinstance(spec, Config):
+            return type(spec)(**{**spec.to_dict(), **options}) if options else spec
+        if isinstance(spec, str):
+            spec = {"kind": spec}
+        if "kind" not in spec:
+            raise ConfigError(f"{self.what}: the key 'kind' is missing; write for example kind: {next(iter(self))}")
+        kind = str(spec["kind"])
+        merged = {
+            **self._aliases.get(kind, {"kind": kind}),
+            **{k: v for k, v in spec.items() if k != "kind"},
+            **options,
+        }
+        return cast("Config", self.get(kind).Config(**merged))
