@@ -1,0 +1,1 @@
+"""Pure functions: the literal float64 reference beside the fast version."""
