@@ -1,0 +1,181 @@
+"""Configuration of the reference transformer, and its presets."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from normsmith.config import Config
+from normsmith.connections import ConnectionConfig, connection_config, connections
+from normsmith.errors import InputError, UnknownNameError
+from normsmith.norms import NormConfig, norm_config
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "norm": {"kind": "rmsnorm"},
+        "positions": "rope",
+        "mlp": "swiglu",
+        "use_bias": False,
+        "scale_residual_init": False,
+    },
+    "gpt": {
+        "norm": {"kind": "layernorm"},
+        "positions": "learned",
+        "mlp": "gelu",
+        "use_bias": True,
+        "scale_residual_init": True,
+    },
+}
+
+
+@strict
+class NormsmithConfig(PreTrainedConfig):
+    """Configuration of `NormsmithForCausalLM`.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width d of the residual stream.
+        num_hidden_layers: blocks; the stream has twice as many sublayers.
+        num_attention_heads: query heads; they divide `hidden_size`.
+        num_key_value_heads: key and value heads (grouped-query attention); default: as many as query heads.
+        intermediate_size: width of the MLP; default 4·d for `gelu`, 8·d/3 rounded down for `swiglu`.
+        max_position_embeddings: longest sequence; a hard limit only for learned positions.
+        norm: the norm of the connections, as a registry name or a mapping with `kind`.
+        connection: how sublayers join the stream, as a registry name, alias or a mapping with `kind`.
+        final_norm: the norm before the head; default: what the connection's family asks for.
+        norm_overrides: site name → norm, for sites that differ (a partly folded model).
+        positions: `rope` or `learned`.
+        mlp: `swiglu` or `gelu` (the tanh form, as in GPT-2).
+        use_bias: whether linear layers have a bias.
+        input_bias: the same for the layers that read a norm (q, k, v, gate, up); default `use_bias`. Folding sets it.
+        head_bias: whether the output head has a bias. Folding a final norm with a shift sets it.
+        scale_residual_init: initialise the output projections with a deviation smaller by √(2·blocks), as GPT-2 does.
+        initializer_range: standard deviation of the initial weights.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    model_type: ClassVar[str] = "normsmith"
+
+    vocab_size: int = 4096
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    norm: str | dict[str, Any] = "rmsnorm"
+    connection: str | dict[str, Any] = "pre"
+    final_norm: str | dict[str, Any] | None = None
+    norm_overrides: dict[str, Any] | None = None
+    positions: str = "rope"
+    mlp: str = "swiglu"
+    use_bias: bool = False
+    input_bias: bool | None = None
+    head_bias: bool = False
+    scale_residual_init: bool = False
+    initializer_range: float = 0.02
+    rope_theta: float = 10000.0
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        _reject_typos(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size if self.mlp == "gelu" else 8 * self.hidden_size // 3
+        if self.input_bias is None:
+            self.input_bias = self.use_bias
+        norm = norm_config(self.norm)
+        connection = connection_config(self.connection)
+        if self.final_norm is None:
+            self.final_norm = connections.get(connection.kind).final_norm(norm).to_dict()
+        self.norm, self.connection = norm.to_dict(), connection.to_dict()
+        self.final_norm = norm_config(self.final_norm).to_dict()
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 1
+        if self.hidden_size % heads:
+            near = [d for d in (self.hidden_size // heads * heads, -(-self.hidden_size // heads) * heads) if d]
+            raise InputError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}; "
+                f"write {' or '.join(str(d) for d in near)}"
+            )
+        if heads % kv_heads:
+            raise InputError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        if self.positions == "rope" and self.hidden_size // heads % 2:
+            raise InputError(f"rotary positions need an even head width, got {self.hidden_size // heads}")
+        for name, value, known in (
+            ("positions", self.positions, ("rope", "learned")),
+            ("mlp", self.mlp, ("swiglu", "gelu")),
+        ):
+            if value not in known:
+                raise UnknownNameError(name, value, known, "the model configuration")
+
+    @property
+    def norm_spec(self) -> NormConfig:
+        """`norm` as a configuration object."""
+        return norm_config(self.norm)
+
+    @property
+    def connection_spec(self) -> ConnectionConfig:
+        """`connection` as a configuration object."""
+        return connection_config(self.connection)
+
+
+def _reject_typos(unknown: dict[str, Any]) -> None:
+    # transformers keeps unknown keys as attributes; one that nearly is a key of ours is a typing error.
+    for key in unknown:
+        close = difflib.get_close_matches(key, NormsmithConfig.__annotations__, n=1, cutoff=0.8)
+        if close and close != [key]:
+            raise UnknownNameError("key", key, close, "the model configuration")
+
+
+class ModelConfig(Config):
+    """The `model` part of a recipe: a preset and what differs from it."""
+
+    preset: Literal["llama", "gpt"] = "llama"
+    hidden_size: int = pydantic.Field(default=128, ge=1)
+    num_hidden_layers: int = pydantic.Field(default=4, ge=1)
+    num_attention_heads: int = pydantic.Field(default=4, ge=1)
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = pydantic.Field(default=0.02, gt=0)
+
+    def build(self, vocab_size: int, max_positions: int, **changes: Any) -> NormsmithConfig:
+        """The model's configuration for a vocabulary and a longest sequence; `changes` override the preset."""
+        sizes = self.model_dump(exclude={"preset"})
+        return preset_config(
+            self.preset, **{**sizes, "vocab_size": vocab_size, "max_position_embeddings": max_positions, **changes}
+        )
+
+
+def preset_config(preset: str, **changes: Any) -> NormsmithConfig:
+    """The configuration called `preset` (`llama` or `gpt`) with `changes`.
+
+    >>> preset_config("llama", hidden_size=64, connection="sphere").connection["kind"]
+    'sphere'
+    """
+    if preset not in PRESETS:
+        raise UnknownNameError("preset", preset, PRESETS)
+    return NormsmithConfig(**{**PRESETS[preset], **changes})
+
+
+def residual_deviation(config: NormsmithConfig) -> float:
+    """Standard deviation of the output projections at the start."""
+    shrink = math.sqrt(2 * config.num_hidden_layers) if config.scale_residual_init else 1.0
+    return config.initializer_range / shrink
