@@ -1,0 +1,188 @@
+"""Controllers: the only objects that advance schedules and change the state of norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from normsmith.errors import InputError
+from normsmith.norms.tapered import TaperedNorm
+from normsmith.ops.statistics import centre, widen
+from normsmith.schedules.taper import TaperConfig
+
+
+class Controller:
+    """Advances a schedule: call `step()` once after each optimiser step and add `auxiliary_loss()` to the loss.
+
+    `steps` is the length of the run in optimiser steps; the Trainer fills it in, your own loop passes it where the
+    controller is made.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        self.steps = steps
+        self.completed = 0
+
+    def length(self) -> int:
+        """The run's number of optimiser steps, or an error that says how to give it."""
+        if self.steps is None:
+            raise InputError("the schedule does not know how long the run is: pass steps= to taper_, or use a Trainer")
+        return self.steps
+
+    def step(self) -> None:
+        """One optimiser step is complete."""
+        self.completed += 1
+
+    def auxiliary_loss(self) -> Tensor | float:
+        """What the schedule adds to the loss of the last forward pass."""
+        return 0.0
+
+    def progress(self) -> dict[str, float]:
+        """Numbers worth logging; reading them waits for the device."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is not in the model's own state, as JSON values."""
+        return {"completed": self.completed, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        if self.steps is not None and state["steps"] != self.steps:
+            raise InputError(
+                f"the checkpoint belongs to a run of {state['steps']} steps, this run has {self.steps}: "
+                "resume with the same number of steps"
+            )
+        self.steps, self.completed = state["steps"], state["completed"]
+
+
+class TaperController(Controller):
+    """Calibrates tapered norms while g = 1, then moves their gate to 0; made by `taper_`.
+
+    Args:
+        config: the schedule.
+        sites: the tapered norms by name.
+        anchor: the final norm, whose input the scale loss anchors; None without one.
+        steps: optimiser steps of the run.
+    """
+
+    def __init__(
+        self, config: TaperConfig, sites: Mapping[str, TaperedNorm], anchor: nn.Module | None, steps: int | None = None
+    ) -> None:
+        super().__init__(steps)
+        self.config, self.sites, self.anchor = config, dict(sites), anchor
+        if steps is not None:
+            config.span(steps)
+        device = next(iter(self.sites.values())).scale.device
+        self.moments = torch.zeros(len(self.sites), 2, device=device)  # moving averages of ‖x⊙γ‖²/s and ‖x⊙γ‖²
+        self.target = torch.zeros((), device=device)  # moving average of the anchor's scale, frozen at the start
+        self._scales: Tensor | None = None  # s(h) per token of the last forward pass, with its graph
+        self._observed = torch.zeros(2, device=device)  # sum and number of the mean scales since the last step
+        self._handle = anchor.register_forward_pre_hook(self._observe) if anchor is not None else None
+
+    def _observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if module.training and torch.is_grad_enabled():
+            h = widen(args[0])
+            if isinstance(module, nn.LayerNorm) or getattr(module, "centred", False):
+                h = centre(h)  # the anchor's s is then σ, else the RMS
+            self._scales = torch.sqrt(h.square().mean(-1) + 1e-12)
+
+    def _take_scales(self) -> Tensor | None:
+        scales, self._scales = self._scales, None
+        if scales is not None:
+            with torch.no_grad():
+                self._observed += torch.stack((scales.mean(), torch.ones_like(scales.mean()))).to(self._observed)
+        return scales
+
+    def auxiliary_loss(self) -> Tensor | float:
+        """λ·mean((s(h) − target)²) over the tokens of the last forward pass; 0 before the taper begins."""
+        scales = self._take_scales()
+        if scales is None or self.config.scale_loss == 0 or self.completed < self.config.span(self.length())[0]:
+            return 0.0
+        return self.config.scale_loss * (scales - self.target).square().mean()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One optimiser step is complete: update the calibration or freeze it, and move the gate."""
+        super().step()
+        self._take_scales()
+        start, _ = self.config.span(self.length())
+        if self.completed <= start:
+            self._average()
+        if self.completed == start:
+            self._calibrate()
+        self._observed.zero_()
+        for norm in self.sites.values():
+            norm.sum_scaled.zero_()
+            norm.sum_power.zero_()
+            norm.batches.zero_()
+        self._set_gates()
+
+    def _average(self) -> None:
+        device = self.moments.device
+        rows = [torch.stack((n.sum_scaled, n.sum_power)).to(device) / n.batches.to(device) for n in self.sites.values()]
+        scale = self._observed[0] / self._observed[1].clamp_min(1)
+        new = torch.cat((torch.stack(rows).flatten(), scale[None]))
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(new)
+            new /= distributed.get_world_size()
+        self.moments.lerp_(new[:-1].view_as(self.moments), self.config.momentum)
+        self.target.lerp_(new[-1], self.config.momentum)
+
+    def _calibrate(self) -> None:
+        unbiased = self.moments / (1 - (1 - self.config.momentum) ** self.completed)
+        scales = unbiased[:, 0] / (unbiased[:, 1] + 1e-12)
+        if not bool(torch.isfinite(scales).all()) or bool((unbiased[:, 1] == 0).any()):
+            broken = next(
+                n for n, c, m in zip(self.sites, scales, unbiased[:, 1], strict=True) if not c.isfinite() or m == 0
+            )
+            raise InputError(
+                f"{broken}: no usable statistics by step {self.completed}, so its scale cannot be calibrated; "
+                "run the forward passes of the warm-up in training mode, and check that the loss is finite"
+            )
+        self.target /= 1 - (1 - self.config.momentum) ** self.completed
+        for norm, scale in zip(self.sites.values(), scales, strict=True):
+            norm.scale.copy_(scale)
+            norm.gamma_tilde.copy_(norm.gamma)
+
+    def _set_gates(self) -> None:
+        gate = self.config.gate(self.completed, self.length())
+        begun = self.completed >= self.config.span(self.length())[0]
+        for norm in self.sites.values():
+            norm.gate.fill_(gate)
+            norm.gate_eval.fill_(0.0 if begun and self.config.evaluate == "final" else gate)
+
+    def progress(self) -> dict[str, float]:
+        """The gate; from the start of the taper also the target of the scale loss."""
+        first = next(iter(self.sites.values()))
+        logged = {"gate": float(first.gate)}
+        if self.anchor is not None and self.steps and self.completed >= self.config.span(self.steps)[0]:
+            logged["scale_target"] = float(self.target)
+        return logged
+
+    def state_dict(self) -> dict[str, Any]:
+        """Schedule position, moving averages and target; the gates and scales are in the model's state."""
+        return {
+            **super().state_dict(),
+            "config": self.config.to_dict(),
+            "moments": self.moments.tolist(),
+            "target": self.target.item(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; another schedule is refused."""
+        if state["config"] != self.config.to_dict():
+            changed = [k for k, v in self.config.to_dict().items() if state["config"].get(k) != v]
+            raise InputError(
+                f"the checkpoint was tapered with another {', '.join(changed)}: resume with the same schedule"
+            )
+        super().load_state_dict(state)
+        self.moments.copy_(torch.tensor(state["moments"]))
+        self.target.fill_(state["target"])
+        self._set_gates()
+
+    def close(self) -> None:
+        """Stop watching the anchor; the norms stay as they are."""
+        if self._handle is not None:
+            self._handle.remove()

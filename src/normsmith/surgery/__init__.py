@@ -1,0 +1,7 @@
+"""Find, replace, taper and fold norms in a model that already exists."""
+
+from normsmith.surgery.find import Site, Sites, find_norms
+from normsmith.surgery.fold import FoldReport, fold_
+from normsmith.surgery.taper import taper_
+
+__all__ = ["FoldReport", "Site", "Sites", "find_norms", "fold_", "taper_"]

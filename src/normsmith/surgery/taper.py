@@ -1,0 +1,74 @@
+"""Turn the norms of a model into tapered ones and make the controller that removes them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from normsmith.errors import InputError
+from normsmith.norms import norms
+from normsmith.norms.tapered import TaperedNorm
+from normsmith.schedules.controller import TaperController
+from normsmith.schedules.taper import TaperConfig
+from normsmith.surgery.find import Site, Sites, find_norms
+from normsmith.surgery.swap import replace_modules
+
+_TAPERED = {
+    "rmsnorm": "tapered_rmsnorm",
+    "RMSNorm": "tapered_rmsnorm",
+    "layernorm": "tapered_layernorm",
+    "LayerNorm": "tapered_layernorm",
+}
+
+
+def taper_(
+    model: nn.Module, config: TaperConfig | None = None, *, steps: int | None = None, example: Any = None
+) -> TaperController:
+    """Replace norms by tapered ones that compute the same, and return the controller that tapers them. In place.
+
+    The model's function does not change until the controller's `step()` has passed the warm-up. Make the optimiser
+    after this call: each tapered norm has one new parameter, γ̃.
+
+    Args:
+        model: a pre-norm transformer.
+        config: the schedule; default `TaperConfig()`.
+        steps: optimiser steps of the run; a Trainer fills it in.
+        example: input for one forward pass, as in `find_norms`.
+
+    Raises:
+        InputError: nothing to taper, a norm that is no RMSNorm or LayerNorm, or no final norm to anchor the scale.
+    """
+    config = config or TaperConfig()
+    sites = find_norms(model, example)
+    chosen = _choose(sites, config)
+    new: dict[str, TaperedNorm] = {}
+    for site in chosen:
+        if isinstance(site.module, TaperedNorm):
+            new[site.name] = site.module  # built tapered from its configuration, or tapered before
+            continue
+        if site.kind not in _TAPERED:
+            raise InputError(f"{site.name} is a {site.kind}; only RMSNorm and LayerNorm sites can be tapered")
+        new[site.name] = cast("TaperedNorm", norms.get(_TAPERED[site.kind]).from_site(site.module, _width(site)))
+    final = next((site for site in sites if site.role == "final"), None)
+    if final is None and config.scale_loss > 0:
+        raise InputError("the model has no final norm whose input the scale loss could anchor; write scale_loss=0")
+    anchor = None if final is None else new.get(final.name, final.module)
+    controller = TaperController(config, new, anchor, steps)
+    replace_modules(model, new)
+    return controller
+
+
+def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
+    roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.placement]
+    chosen = [site for site in sites if site.role in roles]
+    if not chosen:
+        found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else "it has no norm at all"
+        raise InputError(f"no {' or '.join(roles)} norm to taper with placement={config.placement!r}: {found}")
+    return chosen
+
+
+def _width(site: Site) -> int:
+    module = site.module
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if shape is not None else cast("int", module.width)
