@@ -1,0 +1,38 @@
+"""What text to train on, and how it is split and tokenised."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from normsmith.config import Config
+
+
+class DataConfig(Config):
+    """Text source, split and tokenizer.
+
+    Attributes:
+        source: `stdlib` (Python sources of the running interpreter, no download), a text file, a folder, or the name
+            of a Hugging Face Hub data set; `hub:NAME` forces the last one, also for a local folder in a form that
+            `datasets` can load.
+        subset: configuration name of a Hub data set.
+        split: split of a Hub data set.
+        text_column: key of the text in JSON lines and in Hub rows.
+        max_documents: stop after this many documents.
+        max_characters: stop after the document that reaches this many characters. A Hub data set without either limit
+            stops after `sources.HUB_CHARACTERS`, because streaming would not end.
+        validation_fraction: expected share of documents in the validation split.
+        vocab_size: tokens of the byte-level BPE that is trained, 256 bytes and the end-of-text token included.
+        tokenizer: folder of a saved transformers tokenizer, used instead of training one; `vocab_size` is then ignored.
+        sequence_length: tokens per window.
+    """
+
+    source: str = Field("stdlib", min_length=1)
+    subset: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    max_documents: int | None = Field(None, ge=2)
+    max_characters: int | None = Field(None, ge=1)
+    validation_fraction: float = Field(0.05, gt=0, lt=0.5)
+    vocab_size: int = Field(4096, ge=257)
+    tokenizer: str | None = None
+    sequence_length: int = Field(256, ge=2)
