@@ -9,26 +9,27 @@ from normsmith.config import Config
 from normsmith.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T", bound=type[Any])
+Entry = TypeVar("Entry", bound=type[Any])
 
 
 class Registry(Generic[T]):
-    """A named set of classes, each with a nested `Config` whose `kind` is the name it is registered under."""
+    """A named set of classes. Each has (or is) a `Config` whose `kind` is the name the class is entered under."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self._classes: dict[str, T] = {}
         self._aliases: dict[str, dict[str, Any]] = {}
 
-    def register(self, name: str, **aliases: dict[str, Any]) -> Callable[[T], T]:
+    def register(self, name: str, **aliases: dict[str, Any]) -> Callable[[Entry], Entry]:
         """Class decorator: enter the class as `name`; each alias names a set of options, `proj={"p": 1}`."""
 
-        def enter(cls: T) -> T:
+        def enter(cls: Entry) -> Entry:
             for new in (name, *aliases):
                 if new in self._classes or new in self._aliases:
                     raise ValueError(
                         f"{self.what} {new!r} is already registered, choose another name for {cls.__name__}"
                     )
-            self._classes[name] = cls
+            self._classes[name] = cast("T", cls)
             self._aliases.update({alias: {"kind": name, **options} for alias, options in aliases.items()})
             return cls
 
@@ -66,4 +67,5 @@ class Registry(Generic[T]):
             **{k: v for k, v in spec.items() if k != "kind"},
             **options,
         }
-        return cast("Config", self.get(kind).Config(**merged))
+        entry: Any = self.get(kind)
+        return cast("Config", getattr(entry, "Config", entry)(**merged))

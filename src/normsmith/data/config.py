@@ -26,13 +26,13 @@ class DataConfig(Config):
         sequence_length: tokens per window.
     """
 
-    source: str = Field("stdlib", min_length=1)
+    source: str = Field(default="stdlib", min_length=1)
     subset: str | None = None
     split: str = "train"
     text_column: str = "text"
-    max_documents: int | None = Field(None, ge=2)
-    max_characters: int | None = Field(None, ge=1)
-    validation_fraction: float = Field(0.05, gt=0, lt=0.5)
-    vocab_size: int = Field(4096, ge=257)
+    max_documents: int | None = Field(default=None, ge=2)
+    max_characters: int | None = Field(default=None, ge=1)
+    validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
+    vocab_size: int = Field(default=4096, ge=257)
     tokenizer: str | None = None
-    sequence_length: int = Field(256, ge=2)
+    sequence_length: int = Field(default=256, ge=2)

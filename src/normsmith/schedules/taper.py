@@ -9,8 +9,12 @@ import pydantic
 
 from normsmith.config import Config
 from normsmith.errors import InputError
+from normsmith.registry import Registry
+
+schedules: Registry[type[Config]] = Registry("schedule")
 
 
+@schedules.register("taper")
 class TaperConfig(Config):
     """How norms are tapered (TaperNorm, arXiv 2602.10408).
 
