@@ -1,0 +1,95 @@
+"""The `training` part of a recipe, and its translation into transformers' arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from transformers import TrainingArguments
+
+from normsmith.config import Config
+
+
+class TrainingConfig(Config):
+    """How a model is trained: AdamW, linear warm-up, cosine decay.
+
+    Args:
+        max_steps: optimiser steps.
+        batch_size: sequences per step and process, before accumulation.
+        gradient_accumulation: micro-batches per optimiser step.
+        learning_rate: peak of the schedule.
+        min_learning_rate_ratio: its end as a fraction of the peak.
+        warmup: fraction of the steps with rising learning rate.
+        weight_decay: for matrices only; gains, gates and biases are never decayed.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        clip: largest gradient norm, 0 for none.
+        bf16: bfloat16 autocast; parameters and residual stream stay float32.
+        compile: `torch.compile` the model.
+        activation_checkpointing: recompute activations in the backward pass.
+        log_every: steps between logged losses.
+        evaluate_every: steps between validation losses, 0 for the end only.
+        save_every: steps between checkpoints, 0 for none.
+        report_to: transformers' integrations that receive the logs, for example `tensorboard`.
+    """
+
+    max_steps: int = Field(default=300, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    clip: float = Field(default=1.0, ge=0)
+    bf16: bool = False
+    compile: bool = False
+    activation_checkpointing: bool = False
+    log_every: int = Field(default=10, ge=1)
+    evaluate_every: int = Field(default=0, ge=0)
+    save_every: int = Field(default=0, ge=0)
+    report_to: tuple[str, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences one process reads in the whole run."""
+        return self.max_steps * self.batch_size * self.gradient_accumulation
+
+    def arguments(self, output: Path, seed: int) -> TrainingArguments:
+        """The same settings as transformers' arguments; `output` receives the checkpoints."""
+        options: dict[str, Any] = {
+            "output_dir": str(output),
+            "max_steps": self.max_steps,
+            "per_device_train_batch_size": self.batch_size,
+            "per_device_eval_batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation,
+            "learning_rate": self.learning_rate,
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": self.min_learning_rate_ratio},
+            "warmup_steps": round(self.warmup * self.max_steps),
+            "weight_decay": self.weight_decay,
+            "adam_beta1": self.beta1,
+            "adam_beta2": self.beta2,
+            "max_grad_norm": self.clip,
+            "bf16": self.bf16,
+            "torch_compile": self.compile,
+            "activation_checkpointing": self.activation_checkpointing,
+            "logging_steps": self.log_every,
+            "eval_strategy": "steps" if self.evaluate_every else "no",
+            "save_strategy": "steps" if self.save_every else "no",
+            "save_total_limit": 2,
+            "report_to": list(self.report_to),
+            "seed": seed,
+            "use_cpu": not torch.accelerator.is_available(),
+            "disable_tqdm": True,
+            "dataloader_pin_memory": torch.accelerator.is_available(),
+            "remove_unused_columns": False,
+        }
+        if self.evaluate_every:
+            options["eval_steps"] = self.evaluate_every
+        if self.save_every:
+            options["save_steps"] = self.save_every
+        return TrainingArguments(**options)

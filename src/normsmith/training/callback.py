@@ -1,0 +1,59 @@
+"""A callback that lets anybody's `transformers.Trainer` run a schedule."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from normsmith.schedules import Controller
+
+
+class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[reportUnsafeMultipleInheritance]
+    """Steps the controller once per optimiser step, logs its progress, and keeps its state in every checkpoint.
+
+    In a plain `transformers.Trainer` the loss must add `controller.auxiliary_loss()` itself; `normsmith.Trainer` does.
+
+    >>> transformers.Trainer(model, args, callbacks=[NormsmithCallback(controller)], ...)
+    """
+
+    def __init__(self, controller: Controller | None = None) -> None:
+        self.controller = controller
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the schedule how long the run is; continue it where a checkpoint stopped."""
+        if self.controller is None:
+            return
+        if self.controller.steps is None:
+            self.controller.steps = state.max_steps
+        self.controller.length()
+        stored = cast("dict[str, Any]", state.stateful_callbacks or {})
+        saved = stored.get(type(self).__name__)
+        if state.global_step and saved is not None:
+            self.controller.load_state_dict(saved["attributes"]["controller_state"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """One optimiser step is complete."""
+        if self.controller is not None:
+            self.controller.step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the schedule's numbers to what loggers see."""
+        if self.controller is not None and logs is not None:
+            for name, value in self.controller.progress().items():
+                logs.setdefault(name, value)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores."""
+        attributes = {} if self.controller is None else {"controller_state": self.controller.state_dict()}
+        return {"args": {}, "attributes": attributes}

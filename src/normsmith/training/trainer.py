@@ -1,0 +1,103 @@
+"""transformers' Trainer with schedules, weight decay by role, a fixed data order and a stop on divergence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from normsmith.data import PackedWindows
+from normsmith.errors import DivergedError
+from normsmith.schedules import Controller
+from normsmith.training.callback import NormsmithCallback
+from normsmith.training.optim import decayed_names
+
+
+class Trainer(transformers.Trainer):
+    """Use it as `transformers.Trainer`; `controller` is what `taper_` and the other schedules return.
+
+    What differs: the controller's auxiliary loss is added in training and reported apart from the loss; gates, gains,
+    step sizes and biases are never decayed; `PackedWindows` are read in their own order; a loss that is not finite
+    stops the run with `DivergedError` at the next log, and no checkpoint is written from then on.
+    """
+
+    def __init__(self, *args: Any, controller: Controller | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.controller = controller
+        # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
+        self.args.logging_nan_inf_filter = False
+        if self.args.ddp_broadcast_buffers is None:
+            self.args.ddp_broadcast_buffers = False  # each rank collects its own statistics; the controller averages
+        self.remove_callback(PrinterCallback)
+        if controller is not None:
+            # After the flow callback, which starts each event, and before those that log or save.
+            self.add_callback(NormsmithCallback(controller))
+        self._model_loss = torch.tensor(0.0)
+        self._auxiliary_sum: Tensor | float = 0.0
+        self._logged_step = 0
+        self._first_bad = torch.tensor(-1, device=self.args.device)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to, by role instead of by name."""
+        return decayed_names(model)
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int] | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(dataset, PackedWindows):
+            return SequentialSampler(dataset)  # the windows are shuffled by their own seed, the same for every arm
+        return super()._get_train_sampler(train_dataset)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The model's loss plus, in training, the controller's."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if model.training:
+            steps = self.current_gradient_accumulation_steps
+            # Where the model divides by the items of the whole accumulated batch, its loss is a share already.
+            shared = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            self._model_loss = loss.detach() if shared else loss.detach() / steps
+            auxiliary = 0.0 if self.controller is None else self.controller.auxiliary_loss()
+            if isinstance(auxiliary, Tensor):
+                self._auxiliary_sum = self._auxiliary_sum + auxiliary.detach() / steps
+                loss = loss + (auxiliary / steps if shared else auxiliary)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in transformers; returns the model's loss without the controller's."""
+        total = super().training_step(*args, **kwargs)
+        bad = ~torch.isfinite(total) & (self._first_bad < 0)
+        self._first_bad = torch.where(bad, self.state.global_step + 1, self._first_bad)
+        return self._model_loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, after making sure that the losses so far are finite."""
+        self._stop_if_diverged()
+        if "loss" in logs and self.controller is not None:
+            logs |= self.controller.progress()
+            logs["auxiliary_loss"] = float(self._auxiliary_sum) / max(self.state.global_step - self._logged_step, 1)
+            self._auxiliary_sum, self._logged_step = 0.0, self.state.global_step
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._stop_if_diverged()
+        super()._save_checkpoint(model, trial)
+
+    def _stop_if_diverged(self) -> None:
+        step = int(self._first_bad)
+        if step < 0:
+            return
+        checkpoint = get_last_checkpoint(self.args.output_dir or ".")
+        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
+        raise DivergedError(
+            f"the loss is not finite since step {step}: {where}; lower the learning rate or lengthen the warm-up"
+        )
