@@ -1,0 +1,21 @@
+"""Benchmarks: a correctness gate first, then ratios within one run."""
+
+from normsmith.bench.decode import LABELS, DecodeSpeed, bench_decode, check_agreement, decode_family, greedy_decode
+from normsmith.bench.imports import bench_import
+from normsmith.bench.ops import bench_sphere_update, bench_training_step
+from normsmith.bench.timing import Timing, interleave, seconds_of
+
+__all__ = [
+    "LABELS",
+    "DecodeSpeed",
+    "Timing",
+    "bench_decode",
+    "bench_import",
+    "bench_sphere_update",
+    "bench_training_step",
+    "check_agreement",
+    "decode_family",
+    "greedy_decode",
+    "interleave",
+    "seconds_of",
+]

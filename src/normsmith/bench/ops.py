@@ -1,0 +1,101 @@
+"""The sphere update against what it replaces: residual add and LayerNorm; and a whole training step of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from normsmith.bench.timing import Timing, interleave, seconds_of
+from normsmith.errors import VerificationError
+from normsmith.models import NormsmithForCausalLM, preset_config
+from normsmith.ops.sphere import sphere_update, sphere_update_reference
+
+Tick = Callable[[int], None] | None
+
+
+def bench_sphere_update(
+    tokens: int = 4096, width: int = 768, p: float = 1.0, rounds: int = 30, tick: Tick = None
+) -> dict[str, Timing]:
+    """Forward and backward of one update, eager and compiled, beside residual add + LayerNorm and the literal formula.
+
+    The cases do comparable work: both read the stream and the sublayer output and give gradients to both; the pair's
+    gradient reaches the sum and the normalised sum.
+    """
+    torch.manual_seed(0)
+    radius = width**0.5
+    h = torch.randn(tokens, width)
+    h = (h * radius / h.norm(dim=-1, keepdim=True)).requires_grad_()
+    out = torch.randn(tokens, width).requires_grad_()
+    step = torch.tensor(0.5).requires_grad_()
+    gamma, beta = torch.ones(width).requires_grad_(), torch.zeros(width).requires_grad_()
+    grad = torch.randn(tokens, width)
+
+    def update(h: Tensor, out: Tensor) -> Tensor:
+        return sphere_update(h, out, step, radius, p)
+
+    def pair(h: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        total = h + out
+        return F.layer_norm(total, (width,), gamma, beta), total
+
+    def literal(h: Tensor, out: Tensor) -> Tensor:
+        tangent = out - (h * out).sum(-1, keepdim=True) / (h * h).sum(-1, keepdim=True) * h
+        v = step * tangent
+        length = v.norm(dim=-1, keepdim=True)
+        theta = p * torch.atan(length / radius / p)
+        return theta.cos() * h + theta.sin() * radius * v / length
+
+    functions: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+        "add + layer_norm, eager": (pair, [h, out, gamma, beta]),
+        "add + layer_norm, compiled": (torch.compile(pair), [h, out, gamma, beta]),
+        "sphere update, literal, eager": (literal, [h, out, step]),
+        "sphere update, fused, eager": (update, [h, out, step]),
+        "sphere update, fused, compiled": (torch.compile(update), [h, out, step]),
+    }
+    expected = sphere_update_reference(h, out, step, radius, p, rescale=p == 1)
+    for name in ("sphere update, literal, eager", "sphere update, fused, eager", "sphere update, fused, compiled"):
+        worst = float((functions[name][0](h, out).detach().double() - expected.detach()).abs().max())
+        if worst > 1e-4:
+            raise VerificationError(f"{name} differs from the float64 reference by {worst:.1e}: nothing is timed")
+
+    def case(function: Callable[..., Any], wrt: list[Tensor]) -> Callable[[], float]:
+        def once() -> None:
+            results = function(h, out)
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.grad(results, wrt, [grad] * len(results))
+
+        return lambda: seconds_of(once)
+
+    cases = {name: case(function, wrt) for name, (function, wrt) in functions.items()}
+    return interleave(cases, rounds, warmup=5, tick=tick)
+
+
+def bench_training_step(
+    width: int = 384,
+    layers: int = 6,
+    batch: int = 8,
+    sequence: int = 256,
+    rounds: int = 12,
+    compiled: bool = True,
+    tick: Tick = None,
+) -> dict[str, Timing]:
+    """One optimiser step of the reference model with pre-norm and with the sphere, p = 1 and p = ∞."""
+    ids = torch.randint(1000, (batch, sequence), generator=torch.Generator().manual_seed(0))
+    cases: dict[str, Callable[[], float]] = {}
+    for name in ("pre", "proj", "geo"):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 1000, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 6}
+        model = NormsmithForCausalLM(preset_config("llama", **sizes, connection=name)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run: Callable[..., Any] = torch.compile(model) if compiled else model
+
+        def step(run: Callable[..., Any] = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            run(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        cases[name] = lambda step=step: seconds_of(step)
+    return interleave(cases, rounds, warmup=3, tick=tick)
