@@ -1,0 +1,67 @@
+"""The command line: one file per verb, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+# Before torch is imported anywhere: spinning OpenMP threads make concurrent processes several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our own progress says what happens
+
+import typer
+from typer.core import TyperGroup
+
+from normsmith.errors import UnknownNameError
+
+# verb → one line of help; the module normsmith.cli.<verb> holds a typer app or command of that name
+VERBS = {
+    "demo": "Train three arms on real text, fold one, measure, write a report.",
+    "train": "Train what a recipe says.",
+    "fold": "Absorb a tapered model's norms into its linear layers.",
+    "bench": "Measure speed: decode, ops, step, import.",
+    "ls": "List norms, connections, schedules, presets, recipes.",
+    "validate": "Check a recipe without running it.",
+}
+
+
+class _Verbs(TyperGroup):
+    """Loads a verb's module when it is called, so that `--help` and wrong names answer at once."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            raise UnknownNameError("command", cmd_name, VERBS)
+        app: Any = importlib.import_module(f"normsmith.cli.{cmd_name}").app
+        command = typer.main.get_command(app)
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+app = typer.Typer(
+    cls=_Verbs, rich_markup_mode=None, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Choose, connect, remove and measure the normalisation layers of transformers.
+
+    Example: normsmith demo --quick
+    """
+
+
+def main() -> None:
+    """The console script."""
+    from normsmith.cli.common import run
+
+    sys.exit(run(app))

@@ -1,0 +1,133 @@
+"""`normsmith bench`: one subcommand per thing that is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normsmith.cli.common import JsonFlag, emit
+
+if TYPE_CHECKING:
+    from normsmith.bench import Timing
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds; every case runs once in each.")]
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed; every number is a ratio of interleaved runs in one process.
+
+    Example: normsmith bench decode --batch 1 --new-tokens 64
+    """
+
+
+@app.command()
+def decode(
+    model: Annotated[
+        Path | None, typer.Argument(help="Model folder; default: a random one, 8 layers, d = 256.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences decoded together.")] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt length in tokens.")] = 32,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to generate.")] = 64,
+    rounds: Rounds = 15,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tokens per second with a KV cache: normalised baseline, tapered, folded, and the norm-free twin.
+
+    Example: normsmith bench decode runs/demo/taper
+    """
+    import torch
+
+    from normsmith.bench import LABELS, bench_decode, decode_family
+    from normsmith.models import NormsmithForCausalLM, preset_config
+    from normsmith.studies.checkpoint import load_checkpoint
+    from normsmith.training import Reporter
+
+    torch.manual_seed(0)
+    if model is None:
+        sizes = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "initializer_range": 0.08}
+        loaded = NormsmithForCausalLM(preset_config("llama", **sizes))
+    else:
+        loaded = load_checkpoint(model)
+    ids = torch.randint(loaded.config.vocab_size, (batch, prompt))
+    with Reporter(quiet=as_json) as reporter:
+        task = reporter.task("decoding", rounds)
+        speeds = bench_decode(decode_family(loaded), ids, new_tokens, rounds, tick=task.update)
+
+    def text() -> str:
+        from normsmith.surgery.table import text_table
+
+        rows = [(LABELS[s.name], f"{s.median:.0f}", f"{s.low:.0f} – {s.high:.0f}", f"{s.ratio:.3f}") for s in speeds]
+        return text_table(("model", "tokens/s", "quartiles", "ratio"), rows)
+
+    emit([dataclasses.asdict(speed) for speed in speeds], as_json, text)
+
+
+@app.command()
+def ops(
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Rows.")] = 4096,
+    width: Annotated[int, typer.Option("--width", min=2, help="Columns.")] = 768,
+    p: Annotated[float, typer.Option("--p", help="Member of the sphere family (inf allowed).")] = 1.0,
+    rounds: Rounds = 30,
+    as_json: JsonFlag = False,
+) -> None:
+    """The sphere update, forward and backward, beside the residual add and LayerNorm that it replaces.
+
+    Example: normsmith bench ops --tokens 2048 --width 1280
+    """
+    from normsmith.bench import bench_sphere_update
+
+    _show(bench_sphere_update(tokens, width, p, rounds), as_json)
+
+
+@app.command()
+def step(
+    width: Annotated[int, typer.Option("--width", min=6, help="Width of the model.")] = 384,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 6,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile.")] = False,
+    rounds: Rounds = 12,
+    as_json: JsonFlag = False,
+) -> None:
+    """A training step of the reference model with pre-norm and with the sphere.
+
+    Example: normsmith bench step --layers 12
+    """
+    from normsmith.bench import bench_training_step
+
+    _show(bench_training_step(width, layers, rounds=rounds, compiled=not eager), as_json)
+
+
+@app.command(name="import")
+def import_(rounds: Rounds = 5, as_json: JsonFlag = False) -> None:
+    """The time of `import normsmith` beside `import torch`.
+
+    Example: normsmith bench import
+    """
+    from normsmith.bench import bench_import
+
+    _show(bench_import(rounds), as_json)
+
+
+def _show(timings: dict[str, Timing], as_json: bool) -> None:
+    first = next(iter(timings.values()))
+    rows: list[dict[str, Any]] = [
+        {"case": name, "seconds": t.median, "quartiles": list(t.quartiles), "ratio": t.relative_to(first)}
+        for name, t in timings.items()
+    ]
+
+    def text() -> str:
+        from normsmith.surgery.table import text_table
+
+        cells = [
+            (row["case"], f"{1e3 * row['seconds']:.2f}", " – ".join(f"{1e3 * q:.2f}" for q in row["quartiles"]),
+             f"{row['ratio']:.3f}")
+            for row in rows
+        ]  # fmt: skip
+        return text_table(("case", "ms", "quartiles", "ratio"), cells)
+
+    emit(rows, as_json, text)

@@ -1,0 +1,38 @@
+"""`normsmith train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normsmith.cli.common import JsonFlag, OverwriteFlag, emit
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file, or a name from `normsmith ls recipes`.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write to [runs/NAME].")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="Change one key: a.b=value (repeatable).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in OUTPUT.")] = False,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train what a recipe says; OUTPUT then loads with transformers.
+
+    Example: normsmith train taper-1m --set training.max_steps=200 -o runs/taper
+    """
+    from normsmith.studies import prepare_folder, run_recipe
+    from normsmith.studies.library import find_recipe
+    from normsmith.training import Reporter
+
+    loaded = find_recipe(recipe, changes or [])
+    folder = output or Path("runs") / loaded.name
+    prepare_folder(folder, overwrite, resume)
+    with Reporter(quiet=as_json) as reporter:
+        run = run_recipe(loaded, folder, reporter, resume=resume)
+    result = {"output": str(folder), "validation_loss": run.validation_loss, "seconds": run.seconds}
+    emit(result, as_json, lambda: f"validation loss {run.validation_loss:.4f} after {run.seconds:.0f} s: {folder}")

@@ -1,0 +1,128 @@
+"""Carry out one recipe: data, model, schedule, training, evaluation, files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset, Subset
+from transformers.trainer_utils import get_last_checkpoint
+
+from normsmith.data import PackedWindows, TextData, load_text
+from normsmith.errors import InputError
+from normsmith.evaluation import language_loss
+from normsmith.models import NormsmithForCausalLM
+from normsmith.schedules import Controller
+from normsmith.studies.environment import environment
+from normsmith.studies.recipe import Recipe
+from normsmith.surgery import taper_
+from normsmith.training import ProgressCallback, Reporter, Trainer
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run: the trained model, its numbers and where they are on disk."""
+
+    recipe: Recipe
+    model: NormsmithForCausalLM
+    controller: Controller | None
+    data: TextData
+    validation: Dataset[Any]
+    validation_loss: float
+    history: tuple[dict[str, float], ...]
+    seconds: float
+    folder: Path
+
+
+def build_model(recipe: Recipe, vocab_size: int) -> NormsmithForCausalLM:
+    """The recipe's model with its initial weights, which the seed decides."""
+    changes: dict[str, Any] = {"connection": recipe.connection.to_dict()}
+    if recipe.norm is not None:
+        changes["norm"] = recipe.norm.to_dict()
+    config = recipe.model.build(vocab_size, max(recipe.data.sequence_length, 1024), **changes)
+    torch.manual_seed(recipe.seed)
+    return NormsmithForCausalLM(config)
+
+
+def run_recipe(
+    recipe: Recipe,
+    folder: Path,
+    reporter: Reporter,
+    *,
+    resume: bool = False,
+    data: TextData | None = None,
+    progress_name: str | None = None,
+    save: bool = True,
+) -> Run:
+    """Train and evaluate one recipe and write everything to `folder`, which must be ready (`prepare_folder`).
+
+    Files: `recipe.yaml`, `environment.json`, `metrics.jsonl` (one line per logged step), `checkpoints/`, and at the end
+    the model with its tokenizer and `result.json`.
+    """
+    data = data or load_text(recipe.data, reporter.say)
+    training = recipe.training
+    train = PackedWindows(data.train, recipe.data.sequence_length, recipe.seed, training.sequences)
+    validation = _limited(PackedWindows(data.validation, recipe.data.sequence_length), recipe.evaluation.windows)
+    model = build_model(recipe, data.vocab_size)
+    controller = taper_(model, recipe.schedule, steps=training.max_steps) if recipe.schedule is not None else None
+    _describe_run(recipe, folder, data, resume)
+    checkpoints = folder / "checkpoints"
+    trainer = Trainer(
+        model,
+        training.arguments(checkpoints, recipe.seed),
+        train_dataset=train,
+        eval_dataset=_limited(validation, 64),
+        controller=controller,
+        callbacks=[ProgressCallback(reporter, progress_name or recipe.name)],
+    )
+    started = time.monotonic()
+    last = get_last_checkpoint(str(checkpoints)) if resume and checkpoints.is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+    seconds = time.monotonic() - started
+    history = tuple(_numbers(entry) for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys())
+    (folder / METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
+    model.eval()
+    loss = language_loss(model, validation, training.batch_size)
+    if save:
+        model.save_pretrained(folder)
+        data.tokenizer.save_pretrained(folder)
+    result = {"validation_loss": loss, "seconds": seconds, "parameters": model.num_parameters()}
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return Run(recipe, model, controller, data, validation, loss, history, seconds, folder)
+
+
+def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) -> None:
+    path = folder / "recipe.yaml"
+    if resume and path.exists() and path.read_text(encoding="utf-8") != recipe.to_yaml():
+        raise InputError(f"{path}: the interrupted run had another recipe; resume with that one or write --overwrite")
+    path.write_text(recipe.to_yaml(), encoding="utf-8")
+    facts = {**environment(), "data_sha256": data.data_hash, "data_source": data.source}
+    (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _limited(windows: Dataset[Any], count: int) -> Dataset[Any]:
+    length = len(cast("Any", windows))
+    return Subset(windows, range(count)) if 0 < count < length else windows
+
+
+_KEPT: dict[str, Callable[[float], float]] = {
+    "step": int,
+    "loss": float,
+    "eval_loss": float,
+    "gate": float,
+    "scale_target": float,
+    "auxiliary_loss": float,
+    "learning_rate": float,
+    "grad_norm": float,
+}
+
+
+def _numbers(entry: dict[str, Any]) -> dict[str, float]:
+    return {name: _KEPT[name](entry[name]) for name in _KEPT if name in entry}
