@@ -21,7 +21,10 @@ class Registry(Generic[T]):
         self._aliases: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str, **aliases: dict[str, Any]) -> Callable[[Entry], Entry]:
-        """Class decorator: enter the class as `name`; each alias names a set of options, `proj={"p": 1}`."""
+        """Class decorator: enter the class as `name`, which it is told as `kind`.
+
+        Each alias names a set of options: `proj={"p": 1}`.
+        """
 
         def enter(cls: Entry) -> Entry:
             for new in (name, *aliases):
@@ -30,6 +33,8 @@ class Registry(Generic[T]):
                         f"{self.what} {new!r} is already registered, choose another name for {cls.__name__}"
                     )
             self._classes[name] = cast("T", cls)
+            if not issubclass(cls, Config):  # a configuration declares its kind as a field
+                setattr(cls, "kind", name)  # noqa: B010 (T is any class)
             self._aliases.update({alias: {"kind": name, **options} for alias, options in aliases.items()})
             return cls
 

@@ -29,6 +29,7 @@ class Connection(nn.Module):
         config: the connection's options, also accepted as keywords.
     """
 
+    kind: ClassVar[str]  # the registry name, set by registration
     Config: ClassVar[type[ConnectionConfig]] = ConnectionConfig
     # attribute → role of the norm sites a connection owns, in the words of `find_norms`
     sites: ClassVar[dict[str, str]] = {}
@@ -46,7 +47,7 @@ class Connection(nn.Module):
         if not 1 <= index <= total:
             raise InputError(f"{type(self).__name__}: index must be between 1 and total={total}, got {index}")
         self.width, self.index, self.total = width, index, total
-        self.config = type(self).Config(**options) if config is None else config
+        self.config = type(self).Config(**{"kind": self.kind, **options}) if config is None else config
         for site in type(self).sites:
             self.register_module(site, make_norm(norm, width))
 

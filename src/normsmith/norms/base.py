@@ -40,6 +40,7 @@ class Norm(nn.Module):
     changes is a 0-dim tensor in a buffer, so that one compilation serves the whole training and checkpoints carry it.
     """
 
+    kind: ClassVar[str]  # the registry name, set by registration
     Config: ClassVar[type[NormConfig]] = NormConfig
     centred: ClassVar[bool] = False  # whether the token's mean is subtracted first
 
@@ -48,7 +49,7 @@ class Norm(nn.Module):
         if width < 1:
             raise InputError(f"{type(self).__name__}: width must be at least 1, got {width}")
         self.width = width
-        self.config = type(self).Config(**options) if config is None else config
+        self.config = type(self).Config(**{"kind": self.kind, **options}) if config is None else config
 
     def reference(self, x: Tensor) -> Tensor:
         """The norm's formula in float64, written literally; `forward` is tested against it."""
@@ -99,7 +100,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _shared_options(cls: type[Norm], old: nn.Module) -> NormConfig:
     eps = getattr(old, "eps", None)
     options = old.config.to_dict() if isinstance(old, Norm) else {} if eps is None else {"eps": eps}
-    return cls.Config(**{k: v for k, v in options.items() if k != "kind" and k in cls.Config.model_fields})
+    shared = {k: v for k, v in options.items() if k in cls.Config.model_fields}
+    return cls.Config(**{**shared, "kind": cls.kind})
 
 
 norms: Registry[type[Norm]] = Registry("norm")

@@ -99,7 +99,9 @@ class _SphereUpdate(torch.autograd.Function):
             a, b = sphere_coefficients(x, p)
         scale = torch.ones_like(x)
         if p == 1 or rescale:
-            scale = r * torch.rsqrt((a * a * hh + b * b * s * s * pp).clamp_min(_TINY))
+            # As exp(−½·log): Inductor stores the result of an exp that several readers use, and would take a
+            # reciprocal root anew for every vector of every row, which made the compiled update a tenth slower.
+            scale = r * torch.exp(-0.5 * torch.log((a * a * hh + b * b * s * s * pp).clamp_min(_TINY)))
         ctx.save_for_backward(h, out, s, r, hh, hf, pp, a, b, scale)
         ctx.p, ctx.rescaled = p, p == 1 or rescale
         return torch.mul(h, scale * (a - b * s * kappa)).addcmul_(wide, scale * b * s)
