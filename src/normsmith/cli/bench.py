@@ -88,7 +88,7 @@ def ops(
 @app.command()
 def step(
     width: Annotated[int, typer.Option("--width", min=6, help="Width of the model.")] = 384,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 6,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 4,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile.")] = False,
     rounds: Rounds = 12,
     as_json: JsonFlag = False,

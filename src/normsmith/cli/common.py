@@ -31,7 +31,10 @@ def run(app: typer.Typer) -> int:
 
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return app(standalone_mode=False) or DONE
+        code = app(standalone_mode=False, prog_name="normsmith") or DONE
+        if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code without a word
+            print("normsmith: interrupted", file=sys.stderr)
+        return code
     except NormsmithError as error:
         print(f"normsmith: {error}", file=sys.stderr)
         return error.exit_code

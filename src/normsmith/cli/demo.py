@@ -29,14 +29,14 @@ def demo(
     Example: normsmith demo --quick -o runs/quick
     """
     from normsmith.report import markdown_table
-    from normsmith.studies import prepare_folder
+    from normsmith.studies import check_folder
     from normsmith.studies.demo import run_demo
     from normsmith.training import Reporter
 
-    prepare_folder(output, overwrite, resume=False)
+    check_folder(output, overwrite)
     command = " ".join(["normsmith", *sys.argv[1:]])
     with Reporter(quiet=as_json) as reporter:
-        results = run_demo(output, reporter, quick=quick, command=command, seed=seed)
+        results = run_demo(output, reporter, quick=quick, command=command, seed=seed, overwrite=overwrite)
 
     def text() -> str:
         speeds = "\n".join(f"  {row.label:32} {row.median:7.0f} tokens/s   {row.ratio:.2f}×" for row in results.decode)

@@ -26,9 +26,10 @@ def fold(
     """
     import dataclasses
 
-    from normsmith.studies.checkpoint import load_checkpoint, save_checkpoint
+    from normsmith.studies.checkpoint import check_output, load_checkpoint, save_checkpoint
     from normsmith.surgery import fold_
 
+    check_output(model, output, overwrite)
     loaded = load_checkpoint(model)
     report = fold_(loaded, strict=strict)
     save_checkpoint(loaded, model, output, overwrite)

@@ -25,14 +25,14 @@ def train(
 
     Example: normsmith train taper-1m --set training.max_steps=200 -o runs/taper
     """
-    from normsmith.studies import prepare_folder, run_recipe
+    from normsmith.studies import check_folder, run_recipe
     from normsmith.studies.library import find_recipe
     from normsmith.training import Reporter
 
     loaded = find_recipe(recipe, changes or [])
     folder = output or Path("runs") / loaded.name
-    prepare_folder(folder, overwrite, resume)
+    check_folder(folder, overwrite, resume)
     with Reporter(quiet=as_json) as reporter:
-        run = run_recipe(loaded, folder, reporter, resume=resume)
+        run = run_recipe(loaded, folder, reporter, overwrite=overwrite, resume=resume)
     result = {"output": str(folder), "validation_loss": run.validation_loss, "seconds": run.seconds}
     emit(result, as_json, lambda: f"validation loss {run.validation_loss:.4f} after {run.seconds:.0f} s: {folder}")

@@ -23,10 +23,10 @@ def validate(
     Example: normsmith validate taper-1m --set training.batch_size=32
     """
     from normsmith.studies.library import find_recipe
-    from normsmith.studies.runner import build_model
+    from normsmith.studies.runner import build_scheduled
 
     loaded = find_recipe(recipe, changes or [])
-    parameters = build_model(loaded, loaded.data.vocab_size).num_parameters()
+    parameters = build_scheduled(loaded, loaded.data.vocab_size)[0].num_parameters()
     tokens = loaded.training.sequences * loaded.data.sequence_length
     facts = {"parameters": parameters, "tokens": tokens}
     emit(

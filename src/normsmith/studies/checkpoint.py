@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from normsmith.errors import InputError
 from normsmith.models import NormsmithConfig, NormsmithForCausalLM
-from normsmith.studies.folders import write_folder
+from normsmith.studies.folders import check_folder, write_folder
 
 
 def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
@@ -33,24 +34,56 @@ def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
     if kind != NormsmithConfig.model_type:
         raise InputError(f"{folder}: is a {kind or 'model of unknown type'!r}, not a model that normsmith trained")
     try:
-        loading: Any = NormsmithForCausalLM.from_pretrained(str(folder), output_loading_info=True)
-        model, info = loading
+        built = NormsmithConfig.from_pretrained(str(folder))
+    except InputError as error:
+        raise InputError(f"{config}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # values of the wrong type, edited by hand
+        raise InputError(f"{config}: holds a wrong value ({' '.join(str(error).split())})") from None
+    try:
+        model, info = _load(folder, built)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise InputError(f"{folder}: the weights cannot be read ({' '.join(str(error).split())})") from None
-    wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+    sizes = {entry[0] for entry in info["mismatched_keys"]}
+    wrong = sorted({*info["missing_keys"], *info["unexpected_keys"], *sizes})
     if wrong:
         raise InputError(f"{folder}: weights and configuration do not match; first difference: {wrong[0]}")
     return cast("NormsmithForCausalLM", model.eval())
+
+
+def _load(folder: Path, config: NormsmithConfig) -> tuple[Any, dict[str, Any]]:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # differences are named in our error, not in transformers' table of them
+    try:
+        loading: Any = NormsmithForCausalLM.from_pretrained(
+            str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    finally:
+        logging.set_verbosity(before)
+    return loading
+
+
+def check_output(source: Path, output: Path, overwrite: bool) -> None:
+    """Say whether a model made from `source` can be written to `output`; changes nothing.
+
+    Raises:
+        InputError: `output` is not empty (without `overwrite`), is `source`, lies inside it or holds it, or cannot be
+            written.
+    """
+    there, here = output.resolve(), source.resolve()
+    if there == here or here in there.parents:
+        raise InputError(f"{output}: lies inside the input {source}; choose a folder outside")
+    if there in here.parents and (source.exists() or overwrite):
+        raise InputError(f"{output}: holds the input {source}, which must not be replaced; choose another folder")
+    check_folder(output, overwrite)
 
 
 def save_checkpoint(model: NormsmithForCausalLM, source: Path, output: Path, overwrite: bool) -> None:
     """Write `model` to `output` with the tokenizer files of `source`; the folder appears complete or not at all.
 
     Raises:
-        InputError: `output` is not empty (without `overwrite`), lies inside `source` or is it, or cannot be written.
+        InputError: as `check_output`.
     """
-    if output.resolve() == source.resolve() or source.resolve() in output.resolve().parents:
-        raise InputError(f"{output}: lies inside the input {source}; choose a folder outside")
+    check_output(source, output, overwrite)
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder)

@@ -18,6 +18,7 @@ from normsmith.errors import DivergedError, VerificationError
 from normsmith.evaluation import language_loss
 from normsmith.report import Arm, DecodeRow, Point, Results, write_report
 from normsmith.studies.environment import environment
+from normsmith.studies.folders import prepare_folder
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.runner import Run, run_recipe
 from normsmith.surgery import FoldReport, fold_
@@ -87,18 +88,20 @@ class Folded:
     speeds: list[DecodeSpeed]
 
 
-def run_demo(folder: Path, reporter: Reporter, *, quick: bool, command: str, seed: int = 0) -> Results:
+def run_demo(
+    folder: Path, reporter: Reporter, *, quick: bool, command: str, seed: int = 0, overwrite: bool = False
+) -> Results:
     """Train the arms with one seed, one data order and one token budget, fold, verify, measure, and write the report.
 
-    `folder` must be ready. It receives one folder per arm, `folded/` (a model that loads anywhere), `results.json` and
-    `report.html`.
+    `folder` receives one folder per arm, `folded/` (a model that loads anywhere), `results.json` and `report.html`; it
+    is made, or with `overwrite` emptied, once the data are there.
     """
     shared = demo_recipe(quick, seed)
     data = load_text(shared.data, reporter.say)
+    prepare_folder(folder, overwrite)
     runs: dict[str, Run | DivergedError] = {}
     for arm in ARMS:
         recipe = shared.changed(name=arm.name, **arm.changes)
-        (folder / arm.name).mkdir(exist_ok=True)
         try:
             runs[arm.name] = run_recipe(recipe, folder / arm.name, reporter, data=data, progress_name=arm.label)
         except DivergedError as error:

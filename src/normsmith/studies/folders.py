@@ -12,19 +12,52 @@ from normsmith.errors import InputError
 _MARK = ".normsmith"  # in every folder we made: only such a folder is ever deleted
 
 
-def prepare_folder(folder: Path, overwrite: bool, resume: bool) -> None:
-    """Make an output folder ready, or say why it cannot be used; nothing in it is touched unless asked for.
+def check_folder(folder: Path, overwrite: bool, resume: bool | None = None) -> None:
+    """Say whether an output folder can be used, before anything is computed for it; changes nothing.
+
+    Args:
+        folder: where the output shall go.
+        overwrite: its contents may be replaced.
+        resume: its contents may be continued; None where that is not possible at all.
 
     Raises:
         InputError: it exists and is not empty (without `overwrite` or `resume`), was not made by normsmith, is a file,
-            or cannot be written.
+            would replace the current folder, or cannot be written.
     """
     if overwrite and resume:
         raise InputError("--overwrite and --resume exclude each other")
-    _check_free(folder, overwrite or resume, "--overwrite or --resume")
+    try:
+        occupied = folder.is_dir() and any(folder.iterdir())
+        above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file, expected a folder to write to")
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "no permission to write to" if above.is_dir() else "not a folder:"
+        raise InputError(f"{folder}: cannot be written ({reason} {above})")
+    if occupied and not (overwrite or resume):
+        flags = "--overwrite" if resume is None else "--overwrite or --resume"
+        raise InputError(f"{folder}: exists and is not empty; choose another folder, or write {flags}")
+    if occupied and not (folder / _MARK).exists():
+        raise InputError(f"{folder}: was not written by normsmith, so it is not replaced; choose another folder")
+    if overwrite:
+        _check_replaceable(folder)
+
+
+def prepare_folder(folder: Path, overwrite: bool, resume: bool | None = None) -> None:
+    """Make an output folder ready, or say why it cannot be used; nothing in it is touched unless asked for.
+
+    Raises:
+        InputError: as `check_folder`.
+    """
+    check_folder(folder, overwrite, resume)
     try:
         if overwrite and folder.exists():
-            shutil.rmtree(folder)
+            # Renaming first: an interruption then never leaves half of the old contents under the old name.
+            old = _hidden(folder, "old")
+            folder.resolve().replace(old)
+            shutil.rmtree(old)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MARK).touch()
     except OSError as error:
@@ -35,31 +68,34 @@ def write_folder(folder: Path, write: Callable[[Path], None], overwrite: bool) -
     """Let `write` fill a temporary folder, then rename it: `folder` appears complete or not at all.
 
     Raises:
-        InputError: as `prepare_folder`.
+        InputError: as `check_folder`.
     """
-    _check_free(folder, overwrite, "--overwrite")
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    check_folder(folder, overwrite)
+    _check_replaceable(folder)
+    target, part, old = folder.resolve(), _hidden(folder, "part"), _hidden(folder, "old")
     try:
+        shutil.rmtree(part, ignore_errors=True)  # of a killed process that had the same number
         part.mkdir(parents=True)
         (part / _MARK).touch()
         write(part)
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.replace(folder)
+        if target.exists():
+            target.replace(old)
+        part.replace(target)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror or error})") from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.replace(target)
+        for path in (part, old):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_free(folder: Path, allowed: bool, flags: str) -> None:
-    try:
-        occupied = folder.is_dir() and any(folder.iterdir())
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file, expected a folder to write to")
-    if occupied and not allowed:
-        raise InputError(f"{folder}: exists and is not empty; choose another folder, or write {flags}")
-    if occupied and not (folder / _MARK).exists():
-        raise InputError(f"{folder}: was not written by normsmith, so it is not replaced; choose another folder")
+def _hidden(folder: Path, role: str) -> Path:
+    folder = folder.resolve()  # `a/..` has no name of its own
+    return folder.with_name(f".{folder.name}.{os.getpid()}.{role}")
+
+
+def _check_replaceable(folder: Path) -> None:
+    here = Path.cwd()
+    if folder.resolve() in (here, *here.parents):
+        raise InputError(f"{folder}: is or holds the current folder, so it cannot be replaced; choose another folder")

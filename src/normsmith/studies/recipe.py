@@ -13,7 +13,7 @@ from normsmith.connections import ConnectionConfig, connection_config
 from normsmith.data import DataConfig
 from normsmith.models import ModelConfig
 from normsmith.norms import NormConfig, norm_config
-from normsmith.schedules import TaperConfig
+from normsmith.schedules import TaperConfig, schedules
 from normsmith.training import TrainingConfig
 
 
@@ -35,9 +35,13 @@ class Recipe(Config):
         pydantic.BeforeValidator(lambda value: None if value is None else norm_config(value)),
     ] = None
     connection: Annotated[
-        pydantic.SerializeAsAny[ConnectionConfig], pydantic.BeforeValidator(lambda value: connection_config(value))
+        pydantic.SerializeAsAny[ConnectionConfig],
+        pydantic.BeforeValidator(lambda value: connection_config(value)),
     ] = connection_config("pre")
-    schedule: TaperConfig | None = None
+    schedule: Annotated[
+        TaperConfig | None,
+        pydantic.BeforeValidator(lambda value: None if value is None else schedules.config(value)),
+    ] = None
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 

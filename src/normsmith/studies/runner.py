@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,12 @@ from torch.utils.data import Dataset, Subset
 from transformers.trainer_utils import get_last_checkpoint
 
 from normsmith.data import PackedWindows, TextData, load_text
-from normsmith.errors import InputError
+from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation import language_loss
 from normsmith.models import NormsmithForCausalLM
 from normsmith.schedules import Controller
 from normsmith.studies.environment import environment
+from normsmith.studies.folders import prepare_folder
 from normsmith.studies.recipe import Recipe
 from normsmith.surgery import taper_
 from normsmith.training import ProgressCallback, Reporter, Trainer
@@ -51,17 +54,33 @@ def build_model(recipe: Recipe, vocab_size: int) -> NormsmithForCausalLM:
     return NormsmithForCausalLM(config)
 
 
+def build_scheduled(recipe: Recipe, vocab_size: int) -> tuple[NormsmithForCausalLM, Controller | None]:
+    """The recipe's model as it is trained: its norms replaced where a schedule asks for it, with the controller.
+
+    Raises:
+        InputError: the sizes, the norm, the connection and the schedule do not fit together.
+    """
+    model = build_model(recipe, vocab_size)
+    if recipe.schedule is None:
+        return model, None
+    return model, taper_(model, recipe.schedule, steps=recipe.training.max_steps)
+
+
 def run_recipe(
     recipe: Recipe,
     folder: Path,
     reporter: Reporter,
     *,
+    overwrite: bool = False,
     resume: bool = False,
     data: TextData | None = None,
     progress_name: str | None = None,
     save: bool = True,
 ) -> Run:
-    """Train and evaluate one recipe and write everything to `folder`, which must be ready (`prepare_folder`).
+    """Train and evaluate one recipe and write everything to `folder`.
+
+    The folder is made (or with `overwrite` emptied) once data, model and schedule are known to fit, so that a mistake
+    in the recipe costs no earlier result.
 
     Files: `recipe.yaml`, `environment.json`, `metrics.jsonl` (one line per logged step), `checkpoints/`, and at the end
     the model with its tokenizer and `result.json`.
@@ -70,8 +89,8 @@ def run_recipe(
     training = recipe.training
     train = PackedWindows(data.train, recipe.data.sequence_length, recipe.seed, training.sequences)
     validation = _limited(PackedWindows(data.validation, recipe.data.sequence_length), recipe.evaluation.windows)
-    model = build_model(recipe, data.vocab_size)
-    controller = taper_(model, recipe.schedule, steps=training.max_steps) if recipe.schedule is not None else None
+    model, controller = build_scheduled(recipe, data.vocab_size)
+    prepare_folder(folder, overwrite, resume)
     _describe_run(recipe, folder, data, resume)
     checkpoints = folder / "checkpoints"
     trainer = Trainer(
@@ -83,13 +102,18 @@ def run_recipe(
         callbacks=[ProgressCallback(reporter, progress_name or recipe.name)],
     )
     started = time.monotonic()
-    last = get_last_checkpoint(str(checkpoints)) if resume and checkpoints.is_dir() else None
+    last = _last_complete(checkpoints) if resume else None
     trainer.train(resume_from_checkpoint=last)
     seconds = time.monotonic() - started
     history = tuple(_numbers(entry) for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys())
     (folder / METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
     model.eval()
     loss = language_loss(model, validation, training.batch_size)
+    if not math.isfinite(loss):  # the last update can break a model whose every training loss was finite
+        raise DivergedError(
+            f"the validation loss is not finite after step {training.max_steps}: no model is written; "
+            "lower the learning rate or lengthen the warm-up"
+        )
     if save:
         model.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
@@ -102,9 +126,25 @@ def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) ->
     path = folder / "recipe.yaml"
     if resume and path.exists() and path.read_text(encoding="utf-8") != recipe.to_yaml():
         raise InputError(f"{path}: the interrupted run had another recipe; resume with that one or write --overwrite")
-    path.write_text(recipe.to_yaml(), encoding="utf-8")
     facts = {**environment(), "data_sha256": data.data_hash, "data_source": data.source}
-    (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    described = folder / "environment.json"
+    if resume and described.exists() and data.data_hash not in described.read_text(encoding="utf-8"):
+        raise InputError(
+            f"{data.source}: its text is not what the interrupted run in {folder} read; "
+            "bring the old text back or write --overwrite"
+        )
+    path.write_text(recipe.to_yaml(), encoding="utf-8")
+    described.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _last_complete(checkpoints: Path) -> str | None:
+    """The newest checkpoint; those that an interruption cut short (transformers writes their state last) go away."""
+    for folder in checkpoints.glob("checkpoint-*"):
+        try:
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            shutil.rmtree(folder, ignore_errors=True)
+    return get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
 
 
 def _limited(windows: Dataset[Any], count: int) -> Dataset[Any]:
