@@ -26,7 +26,7 @@ class Config(pydantic.BaseModel):
     def _explain(cls, data: Any, handler: Callable[[Any], Self]) -> Self:
         # ConfigError is no ValueError, so pydantic lets it through from any depth of nesting with its message intact.
         if isinstance(data, dict):
-            unknown = [key for key in cast("dict[str, Any]", data) if key not in cls.model_fields]
+            unknown = [str(key) for key in cast("dict[Any, Any]", data) if key not in cls.model_fields]
             if unknown:
                 raise ConfigError(f"{cls.__name__}: unknown key {unknown[0]!r}{suggest(unknown[0], cls.model_fields)}")
         try:

@@ -64,6 +64,8 @@ class Registry(Generic[T]):
             return type(spec)(**{**spec.to_dict(), **options}) if options else spec
         if isinstance(spec, str):
             spec = {"kind": spec}
+        if not isinstance(spec, dict):
+            raise ConfigError(f"{self.what}: {spec!r} is neither a name nor a mapping with the key 'kind'")
         if "kind" not in spec:
             raise ConfigError(f"{self.what}: the key 'kind' is missing; write for example kind: {next(iter(self))}")
         kind = str(spec["kind"])

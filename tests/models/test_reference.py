@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from normsmith.connections import connections
 from normsmith.errors import ConfigError, InputError, NormsmithError
 from normsmith.models import NormsmithConfig, NormsmithForCausalLM, preset_config
-from normsmith.norms import norms
+from normsmith.norms import create_norm, norms
 from tests.conftest import scramble
 
 VOCAB, D, LAYERS, HEADS = 130, 48, 3, 4
@@ -208,3 +208,31 @@ def test_configuration_is_plain_json(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     again = NormsmithConfig.from_pretrained(tmp_path)
     assert (again.connection_spec, again.norm_spec) == (config.connection_spec, config.norm_spec)
+
+
+def test_a_model_with_different_norms_at_different_sites_reloads_as_it_is(tmp_path: Path) -> None:
+    model = small("gpt", use_bias=False)
+    model.model.layers[1].mlp_connection.norm = scramble(create_norm("dyt", D))
+    model.model.layers[2].attention_connection.norm = None
+    model.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(torch.randn(D))
+    logits = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(IDS).logits, logits)
+    assert sorted(again.config.norm_overrides) == [
+        "layers.1.mlp_connection.norm",
+        "layers.2.attention_connection.norm",
+    ]
+    assert again.config.norm["kind"] == "layernorm"
+
+
+# transformers 5.24 passes create_block_mask a flag that torch 2.13 deprecates, and compiling it warns on the way.
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_attention_implementations_agree(implementation: str) -> None:
+    model = small(num_key_value_heads=2)
+    wanted = model(IDS).logits
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-5)

@@ -184,8 +184,9 @@ def test_stop_anywhere_and_resume_with_the_same_numbers(stop: int) -> None:
     )
 
 
-def test_one_compilation_for_a_whole_taper_and_the_output_follows_the_gate() -> None:
-    model = small()
+@pytest.mark.parametrize("preset", ["llama", "gpt"])
+def test_one_compilation_for_a_whole_taper_and_the_output_follows_the_gate(preset: str) -> None:
+    model = small(preset)
     controller = taper_(model, TaperConfig(warmup=0.3), steps=8)
     compilations = []
 
@@ -232,7 +233,7 @@ def test_padding_free_statistics_survive_a_thousand_bfloat16_steps() -> None:
     [
         (lambda: small(connection="post"), TaperConfig(), "no pre norm to taper"),
         (lambda: small(connection="sphere"), TaperConfig(), "no pre norm to taper"),
-        (lambda: small(norm="identity"), TaperConfig(), "it has no norm at all"),
+        (lambda: small(norm="identity"), TaperConfig(), "no norm of a known kind"),
         (lambda: small(norm="dyt"), TaperConfig(), "is a dyt; only RMSNorm and LayerNorm"),
         (lambda: small(final_norm="identity"), TaperConfig(), "write scale_loss=0"),
     ],

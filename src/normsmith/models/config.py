@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from huggingface_hub.dataclasses import strict
@@ -147,7 +147,7 @@ def _reject_typos(unknown: dict[str, Any]) -> None:
 class ModelConfig(Config):
     """The `model` part of a recipe: a preset and what differs from it."""
 
-    preset: Literal["llama", "gpt"] = "llama"
+    preset: Annotated[str, pydantic.AfterValidator(lambda name: known_preset(name))] = "llama"
     hidden_size: int = pydantic.Field(default=128, ge=1)
     num_hidden_layers: int = pydantic.Field(default=4, ge=1)
     num_attention_heads: int = pydantic.Field(default=4, ge=1)
@@ -170,9 +170,14 @@ def preset_config(preset: str, **changes: Any) -> NormsmithConfig:
     >>> preset_config("llama", hidden_size=64, connection="sphere").connection["kind"]
     'sphere'
     """
-    if preset not in PRESETS:
-        raise UnknownNameError("preset", preset, PRESETS)
-    return NormsmithConfig(**{**PRESETS[preset], **changes})
+    return NormsmithConfig(**{**PRESETS[known_preset(preset)], **changes})
+
+
+def known_preset(name: str) -> str:
+    """Return `name` if it is a preset, else raise `UnknownNameError` with the nearest ones."""
+    if name not in PRESETS:
+        raise UnknownNameError("preset", name, PRESETS)
+    return name
 
 
 def residual_deviation(config: NormsmithConfig) -> float:

@@ -36,7 +36,7 @@ class Site:
 
 
 class Sites(tuple[Site, ...]):
-    """The sites of a model in order of execution; prints as a table."""
+    """The sites of a model in the order of its modules; prints as a table."""
 
     __slots__ = ()
 

@@ -14,6 +14,8 @@ from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import Site, Sites, find_norms
 from normsmith.surgery.swap import replace_modules
 
+NONE_FOUND = "no norm of a known kind was found (normsmith's own, nn.LayerNorm, nn.RMSNorm)"
+
 _TAPERED = {
     "rmsnorm": "tapered_rmsnorm",
     "RMSNorm": "tapered_rmsnorm",
@@ -63,7 +65,7 @@ def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
     roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.placement]
     chosen = [site for site in sites if site.role in roles]
     if not chosen:
-        found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else "it has no norm at all"
+        found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else NONE_FOUND
         raise InputError(f"no {' or '.join(roles)} norm to taper with placement={config.placement!r}: {found}")
     return chosen
 
