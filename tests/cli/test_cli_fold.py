@@ -125,7 +125,7 @@ def damaged(folder: Path, name: str) -> None:
         ('{"vocab_size": 301}', "do not match; first difference: lm_head.weight|model.embed_tokens.weight"),
         ('{"norm": "rmsnorm"}', r"weights and configuration do not match; first difference: .*norm"),
         ('{"norm": "rmsnrom"}', "m/config.json: unknown norm 'rmsnrom'; did you mean 'rmsnorm'"),
-        ('{"norm": 5}', "m/config.json: holds a wrong value"),
+        ('{"norm": 5}', "m/config.json: norm: 5 is neither a name"),
         ('{"hidden_size": "wide"}', "m/config.json: holds a wrong value"),
         ('{"num_attention_heads": 5}', "m/config.json: hidden_size=32 is not divisible by num_attention_heads=5"),
     ],

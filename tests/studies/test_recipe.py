@@ -77,7 +77,7 @@ def test_overrides_reach_every_depth_and_leave_the_file_as_it_is(tmp_path: Path)
     recipe = load_recipe(
         path,
         ["training.max_steps=25", "training.learning_rate=1e-4", "norm=dyt", "connection.kind=sphere",
-         "connection.p=.inf", "data.source=some file.txt", "schedule.warmup=0.5", "name=other"],
+         "connection.p=.inf", "data.source=some file.txt", "schedule.kind=taper", "schedule.warmup=0.5", "name=other"],
     )  # fmt: skip
     assert (recipe.training.max_steps, recipe.training.beta1, recipe.training.learning_rate) == (25, 0.8, 1e-4)
     assert recipe.norm is not None
@@ -104,12 +104,16 @@ def test_a_recipe_is_complete_by_default_and_cannot_change() -> None:
     ("parts", "error", "message"),
     [
         ({"norm": "rmsnrom"}, UnknownNameError, "did you mean 'rmsnorm'"),
-        ({"norm": 5}, ConfigError, "norm = 5: expected a name"),
-        ({"connection": None}, ConfigError, "connection = None: expected a name"),
+        ({"norm": 5}, ConfigError, "norm: 5 is neither a name"),
+        ({"connection": None}, ConfigError, "connection: None is neither a name"),
         ({"sead": 1}, ConfigError, "unknown key 'sead'; did you mean 'seed'"),
         ({"data": {"sequence_lenght": 8}}, ConfigError, "did you mean 'sequence_length'"),
         ({"seed": -1}, ConfigError, "seed = -1"),
-        ({"schedule": {"warmup": 0.5}, "training": {"max_steps": 1}}, InputError, "a run of 1 steps is too short"),
+        (
+            {"schedule": {"kind": "taper", "warmup": 0.5}, "training": {"max_steps": 1}},
+            InputError,
+            "a run of 1 steps is too short",
+        ),
     ],
 )
 def test_wrong_parts(parts: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ def bench_sphere_update(
         tangent = out - (h * out).sum(-1, keepdim=True) / (h * h).sum(-1, keepdim=True) * h
         v = step * tangent
         length = v.norm(dim=-1, keepdim=True)
-        theta = p * torch.atan(length / radius / p)
+        theta = length / radius if math.isinf(p) else p * torch.atan(length / radius / p)
         return theta.cos() * h + theta.sin() * radius * v / length
 
     functions: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
@@ -58,7 +59,7 @@ def bench_sphere_update(
     expected = sphere_update_reference(h, out, step, radius, p, rescale=p == 1)
     for name in ("sphere update, literal, eager", "sphere update, fused, eager", "sphere update, fused, compiled"):
         worst = float((functions[name][0](h, out).detach().double() - expected.detach()).abs().max())
-        if worst > 1e-4:
+        if not worst <= 1e-4:  # nor is a NaN within it
             raise VerificationError(f"{name} differs from the float64 reference by {worst:.1e}: nothing is timed")
 
     def case(function: Callable[..., Any], wrt: list[Tensor]) -> Callable[[], float]:
@@ -75,8 +76,8 @@ def bench_sphere_update(
 
 def bench_training_step(
     width: int = 384,
-    layers: int = 6,
-    batch: int = 8,
+    layers: int = 4,
+    batch: int = 2,
     sequence: int = 256,
     rounds: int = 12,
     compiled: bool = True,

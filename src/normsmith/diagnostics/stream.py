@@ -37,15 +37,18 @@ def stream_scale(model: nn.Module, **inputs: Any) -> list[float]:
 
         return wrapper
 
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         for connection in connections:
-            restore.append((connection, connection.merge))
+            restore.append((connection, vars(connection).get("merge")))  # a merge of the caller's own, or None
             connection.merge = watched(connection)
         model(**inputs)
     finally:
-        for connection, _ in restore:
+        for connection, own in restore:
             del connection.merge
-        model.train(training)
+            if own is not None:
+                connection.merge = own
+        for module, mode in modes.items():
+            module.training = mode
     return [float(scale) for scale in scales]

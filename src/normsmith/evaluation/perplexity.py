@@ -15,7 +15,7 @@ def language_loss(model: nn.Module, windows: Dataset[Any], batch_size: int = 16)
 
     Every window has the same length, so the mean over windows is the mean over tokens.
     """
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     device = next(model.parameters()).device
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -26,5 +26,6 @@ def language_loss(model: nn.Module, windows: Dataset[Any], batch_size: int = 16)
             total += model(**batch).loss.double() * rows
             count += rows
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
     return float(total) / count

@@ -90,12 +90,13 @@ def run_recipe(
     train = PackedWindows(data.train, recipe.data.sequence_length, recipe.seed, training.sequences)
     validation = _limited(PackedWindows(data.validation, recipe.data.sequence_length), recipe.evaluation.windows)
     model, controller = build_scheduled(recipe, data.vocab_size)
+    checkpoints = folder / "checkpoints"
+    arguments = training.arguments(checkpoints, recipe.seed)
     prepare_folder(folder, overwrite, resume)
     _describe_run(recipe, folder, data, resume)
-    checkpoints = folder / "checkpoints"
     trainer = Trainer(
         model,
-        training.arguments(checkpoints, recipe.seed),
+        arguments,
         train_dataset=train,
         eval_dataset=_limited(validation, 64),
         controller=controller,

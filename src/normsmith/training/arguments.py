@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from pydantic import Field
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from normsmith.config import Config
+from normsmith.errors import InputError, UnknownNameError
 
 
 class TrainingConfig(Config):
@@ -53,13 +58,26 @@ class TrainingConfig(Config):
     save_every: int = Field(default=0, ge=0)
     report_to: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        """Every name in `report_to` must be an integration of transformers."""
+        for name in self.report_to:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise UnknownNameError("report_to", name, INTEGRATION_TO_CALLBACK)
+
     @property
     def sequences(self) -> int:
         """Sequences one process reads in the whole run."""
         return self.max_steps * self.batch_size * self.gradient_accumulation
 
     def arguments(self, output: Path, seed: int) -> TrainingArguments:
-        """The same settings as transformers' arguments; `output` receives the checkpoints."""
+        """The same settings as transformers' arguments; `output` receives the checkpoints.
+
+        Raises:
+            InputError: an integration named in `report_to` is not installed.
+        """
+        for name in self.report_to:
+            if name not in get_available_reporting_integrations():
+                raise InputError(f"report_to {name!r}: is not installed here; install it, or write report_to: []")
         options: dict[str, Any] = {
             "output_dir": str(output),
             "max_steps": self.max_steps,

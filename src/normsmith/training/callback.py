@@ -7,6 +7,7 @@ from typing import Any, cast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from normsmith.errors import InputError
 from normsmith.schedules import Controller
 
 
@@ -26,14 +27,25 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
     ) -> None:
         """Tell the schedule how long the run is; continue it where a checkpoint stopped."""
         if self.controller is None:
+            if hasattr(self, "controller_state"):
+                raise InputError(
+                    "restore_callback_states_from_checkpoint replaces the callback and loses its controller; leave it "
+                    "False: the schedule continues where the checkpoint stopped without it"
+                )
             return
         if self.controller.steps is None:
             self.controller.steps = state.max_steps
         self.controller.length()
         stored = cast("dict[str, Any]", state.stateful_callbacks or {})
         saved = stored.get(type(self).__name__)
-        if state.global_step and saved is not None:
-            self.controller.load_state_dict(saved["attributes"]["controller_state"])
+        if not state.global_step:
+            return
+        if saved is None:
+            raise InputError(
+                f"the checkpoint of step {state.global_step} holds no schedule, so it cannot be continued with one; "
+                "start the run anew, or resume it without a controller"
+            )
+        self.controller.load_state_dict(saved["attributes"]["controller_state"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """One optimiser step is complete."""

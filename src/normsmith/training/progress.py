@@ -117,7 +117,14 @@ class ProgressCallback(TrainerCallback):
         self._task.start_at(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Move the bar; the last step is shown by `on_train_end`, when its numbers have been logged."""
+        if self._task is not None and state.global_step < state.max_steps:
+            self._task.update(state.global_step, self._note)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show the end with the last numbers."""
         if self._task is not None:
             self._task.update(state.global_step, self._note)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -23,7 +24,8 @@ class Trainer(transformers.Trainer):
 
     What differs: the controller's auxiliary loss is added in training and reported apart from the loss; gates, gains,
     step sizes and biases are never decayed; `PackedWindows` are read in their own order; a loss that is not finite
-    stops the run with `DivergedError` at the next log, and no checkpoint is written from then on.
+    stops the run with `DivergedError` at the next log, and no checkpoint is written from then on, nor one whose weights
+    are not finite.
     """
 
     def __init__(self, *args: Any, controller: Controller | None = None, **kwargs: Any) -> None:
@@ -31,16 +33,20 @@ class Trainer(transformers.Trainer):
         self.controller = controller
         # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
         self.args.logging_nan_inf_filter = False
-        if self.args.ddp_broadcast_buffers is None:
-            self.args.ddp_broadcast_buffers = False  # each rank collects its own statistics; the controller averages
         self.remove_callback(PrinterCallback)
         if controller is not None:
             # After the flow callback, which starts each event, and before those that log or save.
             self.add_callback(NormsmithCallback(controller))
         self._model_loss = torch.tensor(0.0)
         self._auxiliary_sum: Tensor | float = 0.0
-        self._logged_step = 0
+        self._auxiliary_batches = 0
         self._first_bad = torch.tensor(-1, device=self.args.device)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # Read while transformers' Trainer is constructed, so later is too late for a default of ours.
+        if self.args.ddp_broadcast_buffers is None:
+            self.args.ddp_broadcast_buffers = False  # each rank collects its own statistics; the controller averages
+        return super()._build_accelerator_args(**kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to, by role instead of by name."""
@@ -63,14 +69,22 @@ class Trainer(transformers.Trainer):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             steps = self.current_gradient_accumulation_steps
-            # Where the model divides by the items of the whole accumulated batch, its loss is a share already.
-            shared = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            # Where the loss is divided by the items of the whole accumulated batch, it is a share already.
+            shared = self._loss_is_a_share(num_items_in_batch)
             self._model_loss = loss.detach() if shared else loss.detach() / steps
             auxiliary = 0.0 if self.controller is None else self.controller.auxiliary_loss()
+            self._auxiliary_batches += 1
             if isinstance(auxiliary, Tensor):
-                self._auxiliary_sum = self._auxiliary_sum + auxiliary.detach() / steps
+                self._auxiliary_sum = self._auxiliary_sum + auxiliary.detach()
                 loss = loss + (auxiliary / steps if shared else auxiliary)
         return (loss, outputs) if return_outputs else loss
+
+    def _loss_is_a_share(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether transformers' `training_step` does not divide the loss by the accumulation steps."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counted or self.compute_loss_func is not None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in transformers; returns the model's loss without the controller's."""
@@ -84,20 +98,28 @@ class Trainer(transformers.Trainer):
         self._stop_if_diverged()
         if "loss" in logs and self.controller is not None:
             logs |= self.controller.progress()
-            logs["auxiliary_loss"] = float(self._auxiliary_sum) / max(self.state.global_step - self._logged_step, 1)
-            self._auxiliary_sum, self._logged_step = 0.0, self.state.global_step
+            logs["auxiliary_loss"] = float(self._auxiliary_sum) / max(self._auxiliary_batches, 1)
+            self._auxiliary_sum, self._auxiliary_batches = 0.0, 0
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # A finite loss can have a gradient that is not; then the weights are lost before the next loss shows it.
+        own = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+        finite = torch.stack([p.isfinite().all() for p in own]).all()
+        bad = ~finite.to(self._first_bad.device) & (self._first_bad < 0)
+        self._first_bad = torch.where(bad, self.state.global_step, self._first_bad)
         self._stop_if_diverged()
         super()._save_checkpoint(model, trial)
 
     def _stop_if_diverged(self) -> None:
-        step = int(self._first_bad)
-        if step < 0:
+        # Every rank must stop, at the same event, also where only one of them has seen it.
+        steps = [int(step) for step in self.accelerator.gather(self._first_bad.reshape(1)) if step >= 0]
+        if not steps:
             return
+        step = min(steps)
         checkpoint = get_last_checkpoint(self.args.output_dir or ".")
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
         raise DivergedError(
-            f"the loss is not finite since step {step}: {where}; lower the learning rate or lengthen the warm-up"
+            f"the loss or the weights are not finite since step {step}: {where}; lower the learning rate or lengthen "
+            "the warm-up"
         )
