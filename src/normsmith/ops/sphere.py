@@ -8,10 +8,11 @@ exponential map. For finite closed forms a and b are rational in β², so nothin
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _TINY = 1e-10  # a shorter vector (the zero embedding of a padding token) counts as 1e-5 long, as in ScaleNorm
 _CLOSED = (1, 2, 4)  # members with rational coefficients, for which a hand-written backward exists
@@ -81,68 +82,78 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _SphereUpdate(torch.autograd.Function):
-    """Forward and backward as linear combinations of h, F and G with one scalar per token: few passes over memory."""
+    """The update with its backward by hand: no trigonometry, no division by ‖v‖."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, h: Tensor, out: Tensor, s: Tensor, r: Tensor, p: float, rescale: bool
     ) -> Tensor:
-        wide = out.to(h.dtype)
-        hh, hf = _dot(h, h).clamp_min(_TINY), _dot(h, wide)
-        kappa = hf / hh
-        tangent = torch.addcmul(wide, h, kappa, value=-1)
-        pp = _dot(tangent, tangent)
-        x = s * s * pp / (r * r)
-        if p == 1:  # the normalised sum: its length is measured, so the norm cannot drift
-            a = b = torch.ones_like(x)
-        else:
-            a, b = sphere_coefficients(x, p)
-        scale = torch.ones_like(x)
-        if p == 1 or rescale:
-            # As exp(−½·log): Inductor stores the result of an exp that several readers use, and would take a
-            # reciprocal root anew for every vector of every row, which made the compiled update a tenth slower.
-            scale = r * torch.exp(-0.5 * torch.log((a * a * hh + b * b * s * s * pp).clamp_min(_TINY)))
-        ctx.save_for_backward(h, out, s, r, hh, hf, pp, a, b, scale)
-        ctx.p, ctx.rescaled = p, p == 1 or rescale
-        return torch.mul(h, scale * (a - b * s * kappa)).addcmul_(wide, scale * b * s)
+        ctx.p, ctx.rescale = p, rescale
+        if torch.compiler.is_compiling():
+            # Nothing but the arguments is kept, so the compiler makes one loop over the rows of it.
+            ctx.save_for_backward(h, out, s, r)
+            return _sphere_update_plain(h, out, s, r, p, rescale)
+        hh, kappa, tangent, pp = _project(h, out)
+        a, b, scale = _coefficients(hh, pp, s, r, p, rescale)
+        ctx.save_for_backward(h, out, s, r, hh, kappa, pp)
+        return torch.mul(h, scale * a).addcmul_(tangent, scale * b * s)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        h, out, s, r, hh, hf, pp, a, b, scale = ctx.saved_tensors
-        wide = out.to(h.dtype)
-        kappa = hf / hh
-        # Inner products of the upstream gradient, first with respect to y = a·h + b·v, the point before rescaling.
-        gh, gp = _dot(grad, h), _dot(grad, wide)
-        gp = gp - kappa * gh
-        g0, gh0, gp0 = scale, scale * gh, scale * gp
-        on_h = on_p = torch.zeros_like(scale)  # G_y = g0·G + on_h·h + on_p·P
-        d_r = torch.zeros_like(scale)
-        if ctx.rescaled:
-            gy = a * gh + b * s * gp
-            d_r = scale / r * gy
-            pull = -scale * gy * (scale / r).square()
-            on_h, on_p = pull * a, pull * b * s
-            gh0, gp0 = gh0 + on_h * hh, gp0 + on_p * pp
-        if ctx.p == 1:
-            w = torch.zeros_like(scale)
+        h, out, s, r, *scalars = ctx.saved_tensors
+        if scalars:
+            hh, kappa, pp = scalars
+            tangent = torch.addcmul(out.to(h.dtype), h, kappa, value=-1)
         else:
+            hh, kappa, tangent, pp = _project(h, out)
+        a, b, scale = _coefficients(hh, pp, s, r, ctx.p, ctx.rescale)
+        # y = a·h + b·s·P is the point before rescaling; G_y = scale·G + pull·y its gradient. P ⊥ h throughout.
+        gh, gp = _dot(grad, h), _dot(grad, tangent)
+        pull = d_r = torch.zeros_like(scale)
+        if ctx.p == 1 or ctx.rescale:
+            gy = a * gh + b * s * gp
+            pull = -scale * gy / (a * a * hh + b * b * s * s * pp).clamp_min(_TINY)
+            d_r = scale / r * gy
+        gyh, gyp = scale * gh + pull * a * hh, scale * gp + pull * b * s * pp
+        w = torch.zeros_like(scale)
+        if ctx.p != 1:
             x = s * s * pp / (r * r)
             da, db = _slopes(x, b, ctx.p)
-            d_x = da * gh0 + db * s * gp0
+            d_x = da * gyh + db * s * gyp
             w = 2 / (r * r) * d_x
             d_r = d_r - 2 * x / r * d_x
-        # g_v = b·G_y + w·v = bg·G + bh·h + bp·P, and m = ⟨h, g_v⟩/⟨h, h⟩.
-        bg, bh, bp = b * g0, b * on_h, b * on_p + w * s
-        m = b * gh0 / hh
-        d_s = b * gp0 + w * s * pp
-        # ∂F = s(g_v − m·h); ∂h = a·G_y − s(κ·g_v + m·F − 2κm·h) with F = P + κh. P is expanded into F − κh.
-        f_p = s * bp
-        f_h = s * (bh - m) - f_p * kappa
-        h_p = a * on_p - s * (kappa * bp + m)
-        h_h = a * on_h - s * (kappa * bh - kappa * m) - h_p * kappa
-        d_h = torch.mul(grad, a * g0 - s * kappa * bg).addcmul_(wide, h_p).addcmul_(h, h_h)
-        d_out = torch.mul(grad, s * bg).addcmul_(wide, f_p).addcmul_(h, f_h).to(out.dtype)
-        return d_h, d_out, d_s.sum().to(s.dtype), d_r.sum().to(r.dtype), None, None
+        # g_v = b·G_y + w·v, m = ⟨h, g_v⟩/⟨h, h⟩; ∂F = s(g_v − m·h); ∂h = a·G_y − κ·∂F − s·m·P; ∂s = ⟨g_v, P⟩.
+        m = b * gyh / hh
+        d_s = b * gyp + w * s * pp
+        g_y = torch.mul(grad, scale).addcmul_(h, pull * a).addcmul_(tangent, pull * b * s)
+        d_out = torch.mul(g_y, s * b).addcmul_(tangent, s * w * s).addcmul_(h, -s * m)
+        d_h = g_y.mul_(a).addcmul_(d_out, -kappa).addcmul_(tangent, -s * m)
+        return d_h, d_out.to(out.dtype), d_s.sum().to(s.dtype), d_r.sum().to(r.dtype), None, None
+
+
+def _project(h: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """⟨h,h⟩, κ = ⟨h,F⟩/⟨h,h⟩, P = F − κ·h and ⟨P,P⟩."""
+    wide = out.to(h.dtype)
+    hh = _dot(h, h).clamp_min(_TINY)
+    kappa = _dot(h, wide) / hh
+    tangent = torch.addcmul(wide, h, kappa, value=-1)
+    return hh, kappa, tangent, _dot(tangent, tangent)
+
+
+def _coefficients(
+    hh: Tensor, pp: Tensor, s: Tensor, r: Tensor, p: float, rescale: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(a, b, scale) of h′ = scale·(a·h + b·s·P) for ⟨h,h⟩ and ⟨P,P⟩."""
+    if p == 1:  # the normalised sum: its length is measured, so the norm cannot drift
+        a = b = torch.ones_like(pp)
+    else:
+        a, b = sphere_coefficients(s * s * pp / (r * r), p)
+    if p == 1 or rescale:
+        # As exp(−½·log): Inductor stores the result of an exp that several readers use, and would take a reciprocal
+        # root anew for every vector of every row, which made the compiled update a tenth slower.
+        square = (a * a * hh + b * b * s * s * pp).clamp_min(_TINY)
+        return a, b, r * torch.exp(-0.5 * torch.log(square))
+    return a, b, torch.ones_like(pp)
 
 
 def sphere_update(
@@ -168,6 +179,11 @@ def sphere_update(
     step = step.to(h.dtype)
     radius = radius.to(h.dtype) if isinstance(radius, Tensor) else h.new_full((), radius)
     if p in _CLOSED:
+        if torch.compiler.is_compiling():
+            # Marked for recomputation, or the compiler would keep scalars of the forward pass and split its loop.
+            return cast(
+                "Tensor", checkpoint(_SphereUpdate.apply, h, out, step, radius, p, rescale, use_reentrant=False)
+            )
         return _SphereUpdate.apply(h, out, step, radius, p, rescale)
     return _sphere_update_plain(h, out, step, radius, p, rescale)
 

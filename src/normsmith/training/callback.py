@@ -35,7 +35,11 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
             return
         if self.controller.steps is None:
             self.controller.steps = state.max_steps
-        self.controller.length()
+        if self.controller.length() != state.max_steps:
+            raise InputError(
+                f"the schedule was made for {self.controller.steps} optimiser steps, this run has {state.max_steps}; "
+                "leave steps out of taper_ and the Trainer fills it in"
+            )
         stored = cast("dict[str, Any]", state.stateful_callbacks or {})
         saved = stored.get(type(self).__name__)
         if not state.global_step:
