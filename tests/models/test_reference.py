@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from normsmith.connections import connections
 from normsmith.errors import ConfigError, InputError, NormsmithError
@@ -236,3 +236,18 @@ def test_attention_implementations_agree(implementation: str) -> None:
     wanted = model(IDS).logits
     model.set_attn_implementation(implementation)
     torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_old_name_of_the_cache_is_understood() -> None:
+    model = small()
+    cache = DynamicCache(config=model.config)
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        model(IDS[:, :8], past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 8
+    torch.testing.assert_close(model(IDS[:, 8:], cache=cache).logits, model(IDS).logits[:, 8:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["num_layers", "d_model", "max_seq_len", "dropout", "norm_eps"])
+def test_a_preset_takes_no_unknown_key(key: str) -> None:
+    with pytest.raises(InputError, match=f"unknown key '{key}' in the model configuration"):
+        preset_config("llama", **{key: 2})

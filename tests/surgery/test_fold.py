@@ -153,7 +153,7 @@ def test_models_with_nothing_to_fold() -> None:
     sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1}
     with pytest.raises(InputError, match="nothing to fold, no norm is linear"):
         fold_(NormsmithForCausalLM(preset_config("llama", **sizes)))
-    with pytest.raises(InputError, match="the model has no norm"):
+    with pytest.raises(InputError, match="no norm of a known kind"):
         fold_(NormsmithForCausalLM(preset_config("llama", norm="identity", **sizes)))
     with pytest.raises(InputError, match=r"takes a torch.nn.Module, got str"):
         find_norms("gpt2")  # pyright: ignore[reportArgumentType]

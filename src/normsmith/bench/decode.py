@@ -23,7 +23,7 @@ from normsmith.surgery import fold_, taper_
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Tokens per second of one model: median and quartiles over the rounds, and its ratio to the first model."""
+    """Tokens per second of one model: median and quartiles over the rounds, `ratio` of the median to the first one's."""
 
     name: str
     median: float
@@ -124,9 +124,8 @@ def bench_decode(
 
     def speed(name: str, timing: Timing) -> DecodeSpeed:
         fast, slow = timing.quartiles
-        return DecodeSpeed(
-            name, produced / timing.median, produced / slow, produced / fast, reference.relative_to(timing)
-        )
+        ratio = reference.median / timing.median
+        return DecodeSpeed(name, produced / timing.median, produced / slow, produced / fast, ratio)
 
     return [speed(name, timing) for name, timing in timings.items()]
 

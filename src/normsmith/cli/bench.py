@@ -63,7 +63,9 @@ def decode(
         from normsmith.surgery.table import text_table
 
         rows = [(LABELS[s.name], f"{s.median:.0f}", f"{s.low:.0f} – {s.high:.0f}", f"{s.ratio:.3f}") for s in speeds]
-        return text_table(("model", "tokens/s", "quartiles", "ratio"), rows)
+        medians = {s.name: s.median for s in speeds}
+        ceiling = f"folded / norm-free twin: {medians['folded'] / medians['twin']:.3f}"
+        return text_table(("model", "tokens/s", "quartiles", "ratio"), rows) + "\n" + ceiling
 
     emit([dataclasses.asdict(speed) for speed in speeds], as_json, text)
 
@@ -82,7 +84,9 @@ def ops(
     """
     from normsmith.bench import bench_sphere_update
 
-    _show(bench_sphere_update(tokens, width, p, rounds), as_json)
+    compiled, eager = "sphere update, fused, compiled", "sphere update, fused, eager"
+    pairs = ((compiled, "add + layer_norm, compiled"), (eager, "sphere update, literal, eager"))
+    _show(bench_sphere_update(tokens, width, p, rounds), as_json, pairs)
 
 
 @app.command()
@@ -113,7 +117,8 @@ def import_(rounds: Rounds = 5, as_json: JsonFlag = False) -> None:
     _show(bench_import(rounds), as_json)
 
 
-def _show(timings: dict[str, Timing], as_json: bool) -> None:
+def _show(timings: dict[str, Timing], as_json: bool, pairs: tuple[tuple[str, str], ...] = ()) -> None:
+    """A table with ratios to the first case, and below it the ratios of some pairs."""
     first = next(iter(timings.values()))
     rows: list[dict[str, Any]] = [
         {"case": name, "seconds": t.median, "quartiles": list(t.quartiles), "ratio": t.relative_to(first)}
@@ -128,6 +133,7 @@ def _show(timings: dict[str, Timing], as_json: bool) -> None:
              f"{row['ratio']:.3f}")
             for row in rows
         ]  # fmt: skip
-        return text_table(("case", "ms", "quartiles", "ratio"), cells)
+        table = text_table(("case", "ms", "quartiles", "ratio"), cells)
+        return "\n".join([table, *(f"{a} / {b}: {timings[a].relative_to(timings[b]):.3f}" for a, b in pairs)])
 
     emit(rows, as_json, text)

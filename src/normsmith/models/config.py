@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from typing import Annotated, Any, ClassVar
@@ -170,6 +171,12 @@ def preset_config(preset: str, **changes: Any) -> NormsmithConfig:
     >>> preset_config("llama", hidden_size=64, connection="sphere").connection["kind"]
     'sphere'
     """
+    fields = [*(field.name for field in dataclasses.fields(NormsmithConfig)), "attn_implementation"]
+    for key in changes:
+        if key not in fields:
+            raise UnknownNameError(
+                "key", key, [f for f in fields if f in NormsmithConfig.__annotations__], "the model configuration"
+            )
     return NormsmithConfig(**{**PRESETS[known_preset(preset)], **changes})
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -111,6 +112,7 @@ class NormsmithModel(NormsmithPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,
@@ -178,6 +180,7 @@ class NormsmithForCausalLM(NormsmithPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as in transformers' own models
     @can_return_tuple
     def forward(
         self,

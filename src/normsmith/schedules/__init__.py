@@ -1,6 +1,6 @@
 """What changes norms during training: schedules as pure functions, controllers that apply them."""
 
-from normsmith.schedules.controller import Controller, TaperController
+from normsmith.schedules.controller import Controller, TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig, schedules
 
-__all__ = ["Controller", "TaperConfig", "TaperController", "schedules"]
+__all__ = ["Controller", "TaperConfig", "TaperController", "close_controllers", "schedules"]

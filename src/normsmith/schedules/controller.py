@@ -186,3 +186,15 @@ class TaperController(Controller):
         """Stop watching the anchor; the norms stay as they are."""
         if self._handle is not None:
             self._handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scales": None}  # part of a graph, which can be neither copied nor stored
+
+
+def close_controllers(model: nn.Module) -> None:
+    """Close every taper controller that still watches a module of `model`."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
+    for hook in hooks:
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, TaperController):
+            owner.close()

@@ -104,10 +104,13 @@ def run_recipe(
     )
     started = time.monotonic()
     last = _last_complete(checkpoints) if resume else None
-    trainer.train(resume_from_checkpoint=last)
+    try:
+        trainer.train(resume_from_checkpoint=last)
+    finally:  # a run that diverged or was interrupted has a curve too
+        logged = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+        history = tuple(_numbers(entry) for entry in logged)
+        (folder / METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
     seconds = time.monotonic() - started
-    history = tuple(_numbers(entry) for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys())
-    (folder / METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
     model.eval()
     loss = language_loss(model, validation, training.batch_size)
     if not math.isfinite(loss):  # the last update can break a model whose every training loss was finite

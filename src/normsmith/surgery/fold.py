@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from normsmith.errors import InputError, NotFoldableError, VerificationError
 from normsmith.norms import LinearForm, Norm
 from normsmith.norms.tapered import TaperedNorm
-from normsmith.surgery.find import Site, Sites, find_norms, run_example
+from normsmith.schedules import close_controllers
+from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms, run_example
 from normsmith.surgery.swap import replace_modules
 from normsmith.surgery.table import text_table
 
@@ -60,6 +61,7 @@ def fold_(
         NotFoldableError: with `strict`, the sites that cannot be folded and why.
         VerificationError: the outputs differ by more than the tolerance.
     """
+    model = getattr(model, "_orig_mod", model)
     sites = find_norms(model, example)
     plan, kept = _plan(sites)
     if not plan:
@@ -84,6 +86,7 @@ def fold_(
         for action in reversed(undo):
             action()
         raise
+    close_controllers(model)
     return FoldReport(tuple(site.name for site, _ in plan), tuple(kept), untied, error)
 
 
@@ -117,7 +120,7 @@ def _nothing_to_fold(sites: Sites, kept: list[tuple[str, str]]) -> str:
             "train to the end of the schedule, then fold"
         )
     if not kept:
-        return "nothing to fold: the model has no norm"
+        return f"nothing to fold: {NONE_FOUND}"
     return "nothing to fold, no norm is linear:\n" + text_table(("site", "why"), kept)
 
 

@@ -9,12 +9,10 @@ from torch import nn
 from normsmith.errors import InputError
 from normsmith.norms import norms
 from normsmith.norms.tapered import TaperedNorm
-from normsmith.schedules.controller import TaperController
+from normsmith.schedules.controller import TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig
-from normsmith.surgery.find import Site, Sites, find_norms
+from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.swap import replace_modules
-
-NONE_FOUND = "no norm of a known kind was found (normsmith's own, nn.LayerNorm, nn.RMSNorm)"
 
 _TAPERED = {
     "rmsnorm": "tapered_rmsnorm",
@@ -25,7 +23,11 @@ _TAPERED = {
 
 
 def taper_(
-    model: nn.Module, config: TaperConfig | None = None, *, steps: int | None = None, example: Any = None
+    model: nn.Module,
+    config: TaperConfig | dict[str, Any] | None = None,
+    *,
+    steps: int | None = None,
+    example: Any = None,
 ) -> TaperController:
     """Replace norms by tapered ones that compute the same, and return the controller that tapers them. In place.
 
@@ -41,6 +43,10 @@ def taper_(
     Raises:
         InputError: nothing to taper, a norm that is no RMSNorm or LayerNorm, or no final norm to anchor the scale.
     """
+    if isinstance(config, dict):
+        config = TaperConfig(**config)
+    if not isinstance(config, TaperConfig | None):
+        raise InputError(f"taper_ takes a TaperConfig as its second argument, got {config!r}; write steps={config!r}?")
     config = config or TaperConfig()
     sites = find_norms(model, example)
     chosen = _choose(sites, config)
@@ -54,8 +60,12 @@ def taper_(
         new[site.name] = cast("TaperedNorm", norms.get(_TAPERED[site.kind]).from_site(site.module, _width(site)))
     final = next((site for site in sites if site.role == "final"), None)
     if final is None and config.scale_loss > 0:
-        raise InputError("the model has no final norm whose input the scale loss could anchor; write scale_loss=0")
+        raise InputError(
+            "no linear layer whose result the model returns reads a norm, so there is no final norm whose input the "
+            "scale loss could anchor; write scale_loss=0"
+        )
     anchor = None if final is None else new.get(final.name, final.module)
+    close_controllers(model)  # of an earlier taper, whose schedule this one replaces
     controller = TaperController(config, new, anchor, steps)
     replace_modules(model, new)
     return controller

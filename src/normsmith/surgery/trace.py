@@ -45,6 +45,7 @@ class _Watch(TorchFunctionMode):
         self.owner: dict[int, str] = {}  # id of a watched tensor → the module it came from
         self.alive: list[Tensor] = []  # keeps ids from being reused
         self.foreign: set[str] = set()  # linear layers that also read something else
+        self.results: dict[int, str] = {}  # id of a linear layer's result → its name
 
     def watch(self, tensor: Tensor, name: str) -> None:
         self.owner[id(tensor)] = name
@@ -58,7 +59,7 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         read = {self.owner[id(t)] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in self.owner}
         if func is F.linear:
-            self._linear(args, kwargs, read)
+            self._linear(args, kwargs, read, result)
         elif name in _METADATA or not read:
             pass
         elif isinstance(result, Tensor) and _keeps_features(name, args, result):
@@ -68,9 +69,11 @@ class _Watch(TorchFunctionMode):
                 self.readers[owner].others.append(name)
         return result
 
-    def _linear(self, args: tuple[Any, ...], kwargs: dict[str, Any], read: set[str]) -> None:
+    def _linear(self, args: tuple[Any, ...], kwargs: dict[str, Any], read: set[str], result: Tensor) -> None:
         source, weight, *_ = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
         linear = self.weights.get(id(weight))
+        self.results[id(result)] = linear or ""
+        self.alive.append(result)
         owner = self.owner.get(id(source))
         for other in read - {owner}:
             self.readers[other].others.append("linear (as a weight)")
@@ -90,8 +93,12 @@ def _keeps_features(name: str, args: tuple[Any, ...], result: Tensor) -> bool:
     return name in _VIEWS and result.shape[-1:] == args[0].shape[-1:]
 
 
-def trace_readers(model: nn.Module, sites: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, Readers]:
-    """Run the model once by calling `run` and return who reads the output of each of `sites`.
+def trace_readers(
+    model: nn.Module, sites: Mapping[str, nn.Module], run: Callable[[], Any]
+) -> tuple[dict[str, Readers], set[str]]:
+    """Run the model once by calling `run`; return who reads the output of each of `sites`, and the model's heads.
+
+    A head is a linear layer whose result is an output of the model.
 
     A linear layer that reads one site's output and also some other tensor is listed among `others`: scaling its weight
     would change that other use. The order of `linears` is the order of execution.
@@ -113,7 +120,8 @@ def trace_readers(model: nn.Module, sites: Mapping[str, nn.Module], run: Callabl
     try:
         model.eval()
         with torch.no_grad(), watch:
-            run()
+            outputs = run()
+        heads = {watch.results[id(t)] for t in tree_leaves(outputs) if id(t) in watch.results}
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -126,4 +134,4 @@ def trace_readers(model: nn.Module, sites: Mapping[str, nn.Module], run: Callabl
     }
     for readers in watch.readers.values():
         readers.others += [f"{linear} (reads other tensors too)" for linear in readers.linears if linear in shared]
-    return watch.readers
+    return watch.readers, heads
