@@ -23,7 +23,7 @@ from normsmith.surgery import fold_, taper_
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Tokens per second of one model: median, quartiles over the rounds, and the median's ratio to the first model's."""
+    """Tokens per second of one model: median and quartiles over rounds; ratio of its median to the first one."""
 
     name: str
     median: float
