@@ -27,10 +27,11 @@ def test_decode_prints_a_table_for_a_random_model() -> None:
     result = normsmith("bench", "decode", "--rounds", "1", "--new-tokens", "4", "--prompt", "8", "--batch", "2")
     assert result.code == 0
     assert result.err.startswith("decoding: 1/1 ")
-    head, _, *rows = result.out.splitlines()
+    head, _, *rows, ceiling = result.out.splitlines()
     assert head.split() == ["model", "tokens/s", "quartiles", "ratio"]
     assert len(rows) == len(NAMES)
     assert rows[0].split()[-1] == "1.000"
+    assert ceiling.startswith("folded / norm-free twin: ")
 
 
 def test_decode_prints_no_speed_for_models_that_disagree(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,10 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_checkpoint(work: Path) ->
     assert all(torch.isfinite(t).all() for s in state["state"].values() for t in s.values())
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert not {"result.json", "model.safetensors", "metrics.jsonl"} & {path.name for path in (work / "out").iterdir()}
+    assert not {"result.json", "model.safetensors"} & {path.name for path in (work / "out").iterdir()}
+    curve = [json.loads(line) for line in (work / "out/metrics.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in curve] == list(range(1, len(curve) + 1))  # a diverged run has a curve too
+    assert good <= len(curve) <= bad
 
 
 def test_a_last_update_that_breaks_the_model_is_not_reported_as_done(work: Path) -> None:
