@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from normsmith.models import NormsmithConfig, NormsmithForCausalLM, preset_config
     from normsmith.norms import Norm, create_norm, norms
     from normsmith.schedules import Controller, TaperConfig, TaperController
-    from normsmith.surgery import FoldReport, Site, find_norms, fold_, taper_
+    from normsmith.surgery import FoldReport, Site, SwapReport, find_norms, fold_, restore_, swap_norms_, taper_
     from normsmith.training import NormsmithCallback, Trainer
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ _HOME = {
     "NormsmithConfig": "models",
     "NormsmithForCausalLM": "models",
     "Site": "surgery",
+    "SwapReport": "surgery",
     "TaperConfig": "schedules",
     "TaperController": "schedules",
     "Trainer": "training",
@@ -37,6 +38,8 @@ _HOME = {
     "fold_": "surgery",
     "norms": "norms",
     "preset_config": "models",
+    "restore_": "surgery",
+    "swap_norms_": "surgery",
     "taper_": "surgery",
 }
 
@@ -49,6 +52,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "NormsmithConfig",
     "NormsmithForCausalLM",
     "Site",
+    "SwapReport",
     "TaperConfig",
     "TaperController",
     "Trainer",
@@ -59,6 +63,8 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "fold_",
     "norms",
     "preset_config",
+    "restore_",
+    "swap_norms_",
     "taper_",
 ]
 

@@ -89,15 +89,15 @@ def test_every_reader_is_scaled() -> None:
 def test_verification_catches_a_forgotten_reader_and_puts_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tapered("llama")
     before, logits = tensors(model), model(IDS).logits
-    absorb = fold._absorb  # pyright: ignore[reportPrivateUsage]
+    absorb = fold.into_reader
     skipped: list[bool] = []
 
-    def forgetful(linear: Any, *args: Any) -> None:
+    def forgetful(*args: Any) -> None:
         skipped.append(True)
         if len(skipped) != 3:
-            absorb(linear, *args)
+            absorb(*args)
 
-    monkeypatch.setattr(fold, "_absorb", forgetful)
+    monkeypatch.setattr(fold, "into_reader", forgetful)
     with pytest.raises(VerificationError, match="the model is as it was"):
         fold_(model)
     after = tensors(model)
@@ -110,13 +110,12 @@ def test_an_interruption_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPa
     model = tapered("gpt", "all", use_bias=False)
     before, config = tensors(model), model.config.to_dict()
 
-    def interrupted(*args: Any) -> Tensor:
-        if len(list(model.named_modules())) < modules:
-            raise KeyboardInterrupt
-        return torch.zeros(1)
+    def interrupted(*args: Any) -> float:
+        assert len(list(model.named_modules())) < modules
+        raise KeyboardInterrupt
 
     modules = len(list(model.named_modules()))
-    monkeypatch.setattr(fold, "_outputs", interrupted)
+    monkeypatch.setattr(fold.Probe, "check", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fold_(model)
     after = tensors(model)
@@ -185,7 +184,7 @@ def test_sites_that_feed_something_else_are_kept_with_the_reason() -> None:
     x = torch.randn(3, 4, 8, dtype=torch.float64)
     before = model(x)
     with pytest.raises(
-        NotFoldableError, match=r"first: also read by .*add.*; second: also read by b \(reads other tensors"
+        NotFoldableError, match=r"first: also feeds the residual stream; second: b reads other tensors too"
     ):
         fold_(model, example=x, strict=True)
     report = fold_(model, example=x)

@@ -68,7 +68,7 @@ class Norm(nn.Module):
         goes on training them. Device, dtype, train or eval mode are kept, and without a `config` the shared options.
         """
         tensors = _tensors(old)
-        new = cls(width, _shared_options(cls, old) if config is None else config)
+        new = cls(width, shared_options(cls, old) if config is None else config)
         example = next(iter(tensors.values()), None)
         if example is not None:
             new.to(device=example.device, dtype=example.dtype)
@@ -82,6 +82,12 @@ class Norm(nn.Module):
                 with torch.no_grad():
                     ours.copy_(theirs)
         return new.train(old.training)
+
+    def match(self, x: Tensor, y: Tensor) -> None:
+        """Fit what this norm has of its own so that self(x) comes closest to y, the old norm's output; x, y (…, d).
+
+        Called after `from_site`. A norm that computes the same as the old one, or has nothing to fit, does nothing.
+        """
 
     def extra_repr(self) -> str:
         """Width and options, for `print(model)`."""
@@ -97,7 +103,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return found if isinstance(module, Norm) else {_FOREIGN.get(name, name): t for name, t in found.items()}
 
 
-def _shared_options(cls: type[Norm], old: nn.Module) -> NormConfig:
+def shared_options(cls: type[Norm], old: nn.Module) -> NormConfig:
+    """The configuration of `cls` with the options that `old` has too."""
     eps = getattr(old, "eps", None)
     options = old.config.to_dict() if isinstance(old, Norm) else {} if eps is None else {"eps": eps}
     shared = {k: v for k, v in options.items() if k in cls.Config.model_fields}

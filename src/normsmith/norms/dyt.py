@@ -40,6 +40,16 @@ class DyT(Norm):
         y = torch.tanh(self.alpha.to(wide.dtype) * wide) * self.gamma.to(wide.dtype)
         return (y if self.beta is None else y + self.beta.to(wide.dtype)).to(x.dtype)
 
+    @torch.no_grad()
+    def match(self, x: Tensor, y: Tensor) -> None:
+        """α by a search for the least squared error, γ and β as they are."""
+        wide, target = x.double(), y.double()
+        beta = 0.0 if self.beta is None else self.beta.double()
+        inverse = float(wide.square().mean().clamp_min(1e-30).rsqrt())  # the slope of RMSNorm at an average token
+        slopes = [inverse * 2 ** (k / 8) for k in range(-32, 33)]
+        errors = [float((self.gamma.double() * torch.tanh(a * wide) + beta - target).square().sum()) for a in slopes]
+        self.alpha.fill_(slopes[errors.index(min(errors))])
+
     def reference(self, x: Tensor) -> Tensor:
         """The formula in float64."""
         y = self.gamma.double() * torch.tanh(self.alpha.double() * x.double())

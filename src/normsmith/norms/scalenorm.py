@@ -37,6 +37,12 @@ class ScaleNorm(Norm):
         inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True).clamp_min(self.config.eps**2))
         return (wide * (self.gamma.to(wide.dtype) * inverse)).to(x.dtype)
 
+    @torch.no_grad()
+    def match(self, x: Tensor, y: Tensor) -> None:
+        """γ by least squares."""
+        unit = x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(self.config.eps)
+        self.gamma.fill_(float((unit * y.double()).sum() / unit.square().sum().clamp_min(1e-30)))
+
     def reference(self, x: Tensor) -> Tensor:
         """The formula in float64."""
         x = x.double()

@@ -2,6 +2,7 @@
 
 from normsmith.surgery.find import Site, Sites, find_norms
 from normsmith.surgery.fold import FoldReport, fold_
+from normsmith.surgery.swap import SwapReport, restore_, swap_norms_
 from normsmith.surgery.taper import taper_
 
-__all__ = ["FoldReport", "Site", "Sites", "find_norms", "fold_", "taper_"]
+__all__ = ["FoldReport", "Site", "Sites", "SwapReport", "find_norms", "fold_", "restore_", "swap_norms_", "taper_"]

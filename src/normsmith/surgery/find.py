@@ -2,39 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from normsmith.errors import InputError
-from normsmith.norms import Norm
+from normsmith.surgery.example import run_example
+from normsmith.surgery.probe import NormFacts, norm_facts
 from normsmith.surgery.table import text_table
-from normsmith.surgery.trace import Readers, trace_readers
+from normsmith.surgery.trace import STREAM, trace
+from normsmith.surgery.uses import Reader, Trace, Use
 
-NONE_FOUND = "no norm of a known kind was found (normsmith's own, nn.LayerNorm, nn.RMSNorm)"
+NONE_FOUND = "no norm of a known kind was found (normsmith's own, nn.LayerNorm, nn.RMSNorm, or what computes the same)"
+_OPERATIONS = {"another norm", "a product of activations"}
 
 
 @dataclass(frozen=True)
 class Site:
     """One place in one model where a norm stands.
 
-    `role` is `final` for the norm that the output head (a linear layer whose result the model returns) reads, `pre` for
-    one whose only readers are other linear layers, and `other` for the rest (a post-norm also feeds the residual
-    stream). `blocked` says why its output scale cannot be absorbed by its readers, or is empty.
+    `role` is `pre` (only linear layers read it), `final` (the model's output head reads it, or a model without head
+    returns it), `post` (linear layers and the residual stream read it), `sandwich` (on a sublayer's output, before it
+    joins the stream), `qk` (on queries or keys), `embedding` (on the embeddings, before the first sublayer) or `other`.
+    `blocked` says why gain and shift cannot be absorbed by the readers, and is empty if they can. `producer` is the
+    linear layer whose output the norm alone reads, if there is one. `untie` lists the readers that share their weight
+    with another module, for instance an output head tied to the embeddings.
     """
 
     name: str
     module: nn.Module
+    facts: NormFacts
     role: str
-    readers: tuple[str, ...]
+    consumers: tuple[Reader, ...]
     blocked: str
+    producer: Reader | None = None
+    untie: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
-        """Registry name of a normsmith norm, class name of any other."""
-        return self.module.config.kind if isinstance(self.module, Norm) else type(self.module).__name__
+        """`layernorm` or `rmsnorm` for what computes one, the registry name of another normsmith norm, or `other`."""
+        return self.facts.kind
+
+    @property
+    def width(self) -> int:
+        """Number of features that are normalised together."""
+        return self.facts.width
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The names of the modules that read it in a product with a weight."""
+        return tuple(dict.fromkeys(reader.module for reader in self.consumers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the module, as JSON types."""
+        facts = self.facts
+        return {
+            "name": self.name,
+            "names": list(self.names),
+            "class": type(self.module).__name__,
+            "kind": self.kind,
+            "role": self.role,
+            "width": self.width,
+            "eps": facts.eps,
+            "eps_position": facts.eps_position,
+            "gain": None if facts.weight is None else "1 + w" if facts.offset else "w",
+            "cast_first": facts.cast_first,
+            "readers": list(self.readers),
+            "foldable": not self.blocked,
+            "blocked": self.blocked,
+        }
 
 
 class Sites(tuple[Site, ...]):
@@ -45,52 +85,162 @@ class Sites(tuple[Site, ...]):
     def __str__(self) -> str:
         if not self:
             return NONE_FOUND
-        rows = [(s.name, s.kind, s.role, ", ".join(_leaf(r) for r in s.readers), s.blocked or "yes") for s in self]
-        return text_table(("site", "kind", "role", "read by", "foldable"), rows)
+        rows = [_row(site) for site in self]
+        return text_table(("site", "kind", "role", "width", "eps", "gain", "read by", "foldable"), rows)
+
+
+def _row(site: Site) -> tuple[str, ...]:
+    info = site.to_dict()
+    eps = "–" if site.facts.eps is None else f"{site.facts.eps:g}"
+    eps += "" if site.facts.eps_position == "inside" else f" ({site.facts.eps_position})"
+    readers = ", ".join(dict.fromkeys(reader.rpartition(".")[2] for reader in site.readers))
+    return (site.name, site.kind, site.role, str(site.width), eps, info["gain"] or "–", readers, site.blocked or "yes")
 
 
 def find_norms(model: nn.Module, example: Any = None) -> Sites:
     """Find every norm of `model` and trace who reads it; nothing is changed.
 
+    A norm is recognised by what it computes (see `normsmith.surgery.probe.norm_facts`), its readers by running the
+    model once on an example and following the output through every operation that only rearranges it.
+
     Args:
-        model: any module; norms are recognised as `normsmith.norms.Norm`, `nn.LayerNorm` and `nn.RMSNorm`.
-        example: keyword arguments or an input for one forward pass; default: a few token ids, for models with a
-            `config.vocab_size`.
+        model: any module. On the meta device it runs without values, which shows the same structure as long as the
+            code of the model asks for none.
+        example: keyword arguments or an input for one forward pass; default: made from the model's config.
+
+    Raises:
+        InputError: `model` is no module, or the example cannot be made or run.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"find_norms takes a torch.nn.Module, got {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # a compiled model is a wrapper around the one that is meant
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, Norm | nn.LayerNorm | nn.RMSNorm)}
-    traced, heads = trace_readers(model, modules, lambda: run_example(model, example))
-    return Sites(Site(name, module, *_judge(traced[name], heads)) for name, module in modules.items())
+    facts = {name: f for name, module in model.named_modules() if (f := norm_facts(module)) is not None}
+    modules = {name: model.get_submodule(name) for name in facts}
+    seen = trace(model, modules, lambda: run_example(model, example))
+    _complete(model, seen, modules)
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    widths = {n: f if f.shape else replace(f, shape=(seen.uses[n].width,)) for n, f in facts.items()}
+    reads = _reads(seen)
+    return Sites(
+        _site(model, name, modules[name], widths[name], seen, reads, tuple(names[modules[name]])) for name in modules
+    )
 
 
-def run_example(model: nn.Module, example: Any) -> Any:
-    """One forward pass on `example` (a mapping of arguments, a tensor, or None for a few token ids)."""
-    if example is None:
-        config = getattr(model, "config", None)
-        vocab_size, device = getattr(config, "vocab_size", None), next(model.parameters()).device
-        if vocab_size is None:
-            raise InputError(
-                f"{type(model).__name__} has no config.vocab_size: pass example=, an input for one forward pass, "
-                "for instance example=torch.randn(2, 16, 64)"
-            )
-        generator = torch.Generator().manual_seed(0)
-        example = {"input_ids": torch.randint(vocab_size, (2, 16), generator=generator).to(device)}
-    with torch.compiler.set_stance("force_eager"):  # compiled code has no operations to watch
-        return model(**example) if isinstance(example, dict) else model(example)
+def _site(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    facts: NormFacts,
+    seen: Trace,
+    reads: dict[str, list[_Read]],
+    names: tuple[str, ...],
+) -> Site:
+    use = seen.uses[name]
+    role = _role(use, seen)
+    reasons = _reasons(use)
+    untie: list[str] = []
+    for reader in use.readers:
+        others = [r for r in reads[reader.weight] if r.site != name and _overlap(r.bounds, reader.bounds)]
+        owner = model.get_submodule(reader.module)
+        if (
+            others
+            and all(r.module != reader.module for r in others)
+            and isinstance(getattr(owner, "weight", None), nn.Parameter)
+        ):
+            untie.append(reader.module)
+        elif others:
+            reasons.append(f"{reader.module} reads other tensors too")
+    if not use.runs:
+        reasons = ["never ran on the example"]
+    elif not use.readers and not reasons:
+        reasons = ["no linear layer reads it"]
+    producer = _producer(use, seen)
+    blocked = "; ".join(dict.fromkeys(reasons))
+    return Site(name, module, facts, role, tuple(use.readers), blocked, producer, tuple(dict.fromkeys(untie)), names)
 
 
-def _judge(readers: Readers, heads: set[str]) -> tuple[str, tuple[str, ...], str]:
-    """(role, readers, blocked)."""
-    linears = tuple(readers.linears)
-    if not readers.runs:
-        return "other", linears, "never ran on the example"
-    role = "final" if heads & set(linears) else "pre" if linears and not readers.others else "other"
-    if readers.others:
-        return role, linears, "also read by " + ", ".join(dict.fromkeys(readers.others))
-    return role, linears, "" if linears else "no linear layer reads it"
+def _reasons(use: Use) -> list[str]:
+    words = [reason for reason in dict.fromkeys(use.others) if " " in reason and reason not in _OPERATIONS]
+    operations = [reason for reason in dict.fromkeys(use.others) if reason not in words]
+    return words + ([f"also read by {', '.join(operations)}"] if operations else [])
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+def _role(use: Use, seen: Trace) -> str:
+    residual = STREAM in use.others
+    if any(reader.module in seen.heads for reader in use.readers) or (use.is_output and not residual):
+        return "final"
+    if use.products_before == 0 and use.others:
+        return "embedding"
+    if use.from_product and not use.readers:
+        return "sandwich" if residual else "qk" if use.others else "other"
+    if residual or (use.products_before and "another norm" in use.others and not use.from_product):
+        return "post" if use.readers or use.products_before else "other"
+    return "pre" if use.readers and not use.others else "other"
+
+
+def _producer(use: Use, seen: Trace) -> Reader | None:
+    product = use.producer
+    if product is None or product.others or use.runs != 1:
+        return None
+    return product.reader if sum(p.reader.weight == product.reader.weight for p in seen.products) == 1 else None
+
+
+@dataclass(frozen=True)
+class _Read:
+    site: str | None
+    module: str
+    bounds: tuple[tuple[int, int], ...] | None  # None: all of it
+
+
+def _reads(seen: Trace) -> dict[str, list[_Read]]:
+    found: dict[str, list[_Read]] = defaultdict(list)
+    for product in seen.products:
+        found[product.reader.weight].append(_Read(product.site, product.reader.module, product.reader.bounds))
+    for weight, places in seen.reads.items():
+        found[weight] += [_Read(None, module, None) for module, _ in places]
+    return found
+
+
+def _overlap(a: tuple[tuple[int, int], ...] | None, b: tuple[tuple[int, int], ...] | None) -> bool:
+    if a is None or b is None:
+        return True
+    return all(
+        start < other_stop and other_start < stop for (start, stop), (other_start, other_stop) in zip(a, b, strict=True)
+    )
+
+
+def _complete(model: nn.Module, seen: Trace, sites: Iterable[str]) -> None:
+    """Add experts that the router did not choose on the example: they would read what their siblings read."""
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    for use in seen.uses.values():
+        new: dict[Reader, None] = {}
+        for reader in use.readers:
+            size = parameters[reader.weight].shape[0]
+            if parameters[reader.weight].ndim == 3 and reader.axis != 0:
+                reader = replace(reader, bounds=((0, size), *reader.bounds[1:]))
+            new[reader] = None
+            for twin in _idle_siblings(reader.module, modules, seen.ran, sites):
+                weight = reader.weight.replace(reader.module, twin, 1)
+                bias = reader.bias and reader.bias.replace(reader.module, twin, 1)
+                if weight in parameters and parameters[weight].shape == parameters[reader.weight].shape:
+                    new[replace(reader, module=twin, weight=weight, bias=bias)] = None
+        use.readers = list(new)
+
+
+def _idle_siblings(name: str, modules: dict[str, nn.Module], ran: set[str], sites: Iterable[str]) -> list[str]:
+    parts = name.split(".")
+    found: list[str] = []
+    for i, part in enumerate(parts):
+        stack = ".".join(parts[:i])
+        if not part.isdigit() or not isinstance(modules.get(stack), nn.ModuleList):
+            continue
+        for other in range(len(modules[stack])):  # pyright: ignore[reportArgumentType]
+            member = f"{stack}.{other}"
+            twin = ".".join([member, *parts[i + 1 :]])
+            runs = any(r == member or r.startswith(member + ".") for r in ran)
+            if not runs and twin in modules and not any(s.startswith(member + ".") for s in sites):
+                found.append(twin)
+    return found

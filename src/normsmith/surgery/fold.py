@@ -1,202 +1,243 @@
-"""Absorb norms that are linear now into the linear layers that read them."""
+"""Absorb norms, or their gains and shifts, into the linear layers beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normsmith.errors import InputError, NotFoldableError, VerificationError
+from normsmith.errors import InputError, NotFoldableError
 from normsmith.norms import LinearForm, Norm
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import close_controllers
-from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms, run_example
+from normsmith.surgery.absorb import Undo, into_producer, into_reader, problem
+from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
+from normsmith.surgery.select import Where, select_sites
 from normsmith.surgery.swap import replace_modules
 from normsmith.surgery.table import text_table
+from normsmith.surgery.verify import Probe
+
+Mode = Literal["full", "affine"]
 
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What `fold_` did: sites removed, sites kept with the reason, and the measured error.
+    """What `fold_` did: sites removed, sites that lost gain and shift only, sites kept with the reason, and the error.
 
-    `error` is the largest difference of the outputs on the probe input, divided by the largest output; None if it was
-    not measured.
+    `error` is the largest difference between the outputs on the probe input and those of a float64 copy of the model as
+    it was, divided by the largest output; None if it was not measured. `error_before` is the same for the model itself
+    before, in its own dtype.
     """
 
     removed: tuple[str, ...]
     kept: tuple[tuple[str, str], ...]
     untied: bool
     error: float | None
+    absorbed: tuple[str, ...] = ()
+    error_before: float | None = None
 
     def __str__(self) -> str:
-        rows = [(name, "folded") for name in self.removed] + [(name, f"kept: {why}") for name, why in self.kept]
+        rows = [(name, "folded") for name in self.removed]
+        rows += [(name, "gain and shift absorbed, norm kept without them") for name in self.absorbed]
+        rows += [(name, f"kept: {why}") for name, why in self.kept]
         lines = [text_table(("site", "result"), rows)]
         if self.untied:
             lines.append("the output head was tied to the embeddings and has its own weights now")
         if self.error is not None:
-            lines.append(f"largest relative difference of the outputs on the probe input: {self.error:.1e}")
+            before = "" if self.error_before is None else f" (the model before: {self.error_before:.1e})"
+            lines.append(f"largest relative difference of the outputs on the probe input: {self.error:.1e}{before}")
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Step:
+    site: Site
+    form: LinearForm
+    forward: bool  # into the readers, else into the producer
+
+
 def fold_(
-    model: nn.Module, *, example: Any = None, verify: bool = True, tolerance: float = 1e-4, strict: bool = False
+    model: nn.Module,
+    mode: Mode = "full",
+    *,
+    where: Where = None,
+    example: Any = None,
+    verify: bool = True,
+    tolerance: float = 1e-4,
+    strict: bool = False,
 ) -> FoldReport:
-    """Remove every norm that is linear now by scaling the weights of its readers, in place; the function is kept.
+    """Absorb norms into the weights beside them, in place; the function is kept.
 
     For y = scale ⊙ (x − mean) + shift read by W·y + b: W′ = W·diag(scale)·(I − 11ᵀ/d), b′ = b + W·shift, in float64,
-    stored in the old dtype. The call is atomic: an error of any kind leaves the model as it was.
+    stored in the old dtype; a missing bias is made. A linear norm that joins the residual stream goes into the linear
+    layer whose output it alone reads. The call is atomic: an error of any kind leaves the model as it was.
 
     Args:
         model: any model whose norms `find_norms` sees.
+        mode: `full` removes every norm that is linear now (tapered to the end, identity); `affine` moves gain and shift
+            of LayerNorms and RMSNorms into their readers and leaves the norm with gain 1 and shift 0.
+        where: sites to fold, as in `select_sites`; default all.
         example: input for one forward pass; also the probe of the verification.
-        verify: compare the outputs before and after.
-        tolerance: largest relative difference accepted, for float32 models (in half precision: ten roundings).
-        strict: raise if any linear norm cannot be folded, instead of listing it.
+        verify: compare the outputs with those of a float64 copy of the model before.
+        tolerance: largest relative difference accepted, for float32 models (in half precision: ten roundings, or four
+            times the difference that the model had before).
+        strict: raise if any site cannot be folded, instead of listing it.
 
     Raises:
-        InputError: no norm is linear now; for an unfinished taper the message says how far it is.
+        InputError: nothing can be folded; for an unfinished taper the message says how far it is.
         NotFoldableError: with `strict`, the sites that cannot be folded and why.
         VerificationError: the outputs differ by more than the tolerance.
     """
+    if mode not in ("full", "affine"):
+        raise InputError(f"fold_ mode must be 'full' or 'affine', got {mode!r}")
     model = getattr(model, "_orig_mod", model)
     sites = find_norms(model, example)
-    plan, kept = _plan(sites)
-    if not plan:
-        raise InputError(_nothing_to_fold(sites, kept))
-    if strict and (blocked := [(s.name, s.blocked) for s in sites if s.blocked and _form(s) is not None]):
+    plan, kept = _plan(model, select_sites(sites, where) if sites else [], mode)
+    if strict and (
+        blocked := [(s.name, why) for s in sites if (why := dict(kept).get(s.name)) and _candidate(s, mode)]
+    ):
         raise NotFoldableError("cannot be folded: " + "; ".join(f"{name}: {why}" for name, why in blocked))
-    before = _outputs(model, example) if verify else None
-    undo: list[Callable[[], None]] = []
+    if not plan:
+        raise InputError(_nothing_to_fold(sites, kept, mode))
+    probe = Probe(model, example) if verify else None
+    undo = Undo()
     try:
-        untied = _untie(model, [reader for site, _ in plan for reader in site.readers], undo)
-        for site, form in plan:
-            for reader in site.readers:
-                _absorb(model.get_submodule(reader), form, undo)
-            _remove(model, site, undo)
-        error = None if before is None else _relative(before, _outputs(model, example))
-        if error is not None and not error <= max(tolerance, 10 * torch.finfo(_dtype(model)).eps):
-            raise VerificationError(
-                f"folding changed the outputs by {error:.1e}, allowed {tolerance:.0e} (relative); "
-                "the model is as it was"
-            )
+        untied = _untie(model, plan, undo)
+        for step in plan:
+            _apply(model, step, mode, undo, untied)
+        error = None if probe is None else probe.check(model, tolerance, "folding")
     except BaseException:
-        for action in reversed(undo):
-            action()
+        undo.run()
         raise
-    close_controllers(model)
-    return FoldReport(tuple(site.name for site, _ in plan), tuple(kept), untied, error)
+    names = tuple(step.site.name for step in plan)
+    removed, absorbed = (names, ()) if mode == "full" else ((), names)
+    if mode == "full":
+        close_controllers(model)
+    before = None if probe is None else probe.error_before
+    return FoldReport(removed, tuple(kept), bool(untied), error, absorbed, before)
 
 
-def _form(site: Site) -> LinearForm | None:
-    return site.module.linear_form() if isinstance(site.module, Norm) else None
+def _candidate(site: Site, mode: Mode) -> bool:
+    return _form(site, mode) is not None
 
 
-def _plan(sites: Sites) -> tuple[list[tuple[Site, LinearForm]], list[tuple[str, str]]]:
-    plan: list[tuple[Site, LinearForm]] = []
+def _form(site: Site, mode: Mode) -> LinearForm | None:
+    if mode == "full":
+        return site.module.linear_form() if isinstance(site.module, Norm) else None
+    if not site.facts.plain or len(site.facts.shape) != 1:
+        return None
+    scale, shift = site.facts.scale(site.module), site.facts.shift(site.module)
+    if scale is None and shift is None:
+        return None
+    return LinearForm(torch.ones((), dtype=torch.float64) if scale is None else scale, shift, centred=False)
+
+
+def _plan(model: nn.Module, sites: list[Site], mode: Mode) -> tuple[list[_Step], list[tuple[str, str]]]:
+    plan: list[_Step] = []
     kept: list[tuple[str, str]] = []
     for site in sites:
-        form = _form(site)
-        if form is None:
-            kept.append((site.name, f"{site.kind} depends on the token" + _gate_text(site.module)))
-        elif site.blocked:
-            kept.append((site.name, site.blocked))
+        step = _step(model, site, mode)
+        if isinstance(step, str):
+            kept.append((site.name, step))
         else:
-            plan.append((site, form))
+            plan.append(step)
     return plan, kept
 
 
-def _gate_text(module: nn.Module) -> str:
-    return f" (gate {float(module.gate):.3g})" if isinstance(module, TaperedNorm) else ""
+def _step(model: nn.Module, site: Site, mode: Mode) -> _Step | str:
+    """How to fold the site, or why not."""
+    if (form := _form_or_reason(site, mode)) and isinstance(form, str):
+        return form
+    form = cast("LinearForm", form)
+    shifted = form.shift is not None and bool(form.shift.any())
+    if not site.blocked:
+        problems = [problem(model, reader, shifted) for reader in site.consumers]
+        return "; ".join(p for p in problems if p) or _Step(site, form, forward=True)
+    whole = site.producer is not None and len(site.producer.bounds) == 2
+    if mode == "full" and site.producer is not None and whole:
+        biased = shifted or f"{site.producer.bias}" in dict(model.named_parameters())
+        return problem(model, site.producer, biased) or _Step(site, form, forward=False)
+    return site.blocked
 
 
-def _nothing_to_fold(sites: Sites, kept: list[tuple[str, str]]) -> str:
+def _form_or_reason(site: Site, mode: Mode) -> LinearForm | str:
+    if any(p.is_meta for p in site.module.parameters(recurse=False)):
+        return "its parameters have no values (on the meta device, or offloaded)"
+    form = _form(site, mode)
+    if form is not None:
+        return form
+    if mode == "full":
+        gate = f" (gate {float(site.module.gate):.3g})" if isinstance(site.module, TaperedNorm) else ""
+        return f"{site.kind} depends on the token" + gate
+    if site.facts.plain and len(site.facts.shape) == 1:
+        return "has neither gain nor shift"
+    return f"is not a LayerNorm or RMSNorm in the usual form ({site.kind}, {type(site.module).__name__})"
+
+
+def _nothing_to_fold(sites: Sites, kept: list[tuple[str, str]], mode: Mode) -> str:
     gates = [float(site.module.gate) for site in sites if isinstance(site.module, TaperedNorm)]
-    if any(gates):
+    if any(gates) and mode == "full":
         return (
             f"the taper is not complete: the gate is {max(gates):.3g}, {100 * (1 - max(gates)):.0f} % of the way to 0; "
             "train to the end of the schedule, then fold"
         )
     if not kept:
         return f"nothing to fold: {NONE_FOUND}"
-    return "nothing to fold, no norm is linear:\n" + text_table(("site", "why"), kept)
+    why = "no norm is linear" if mode == "full" else "no gain or shift can be moved"
+    hint = "; mode='affine' moves gains and shifts only" if mode == "full" else ""
+    return f"nothing to fold, {why}{hint}:\n" + text_table(("site", "why"), kept)
 
 
-def _untie(model: nn.Module, readers: list[str], undo: list[Callable[[], None]]) -> bool:
-    """Give the output head its own weights if it must be scaled and shares them with the embeddings."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # pyright: ignore[reportCallIssue]
-    shared = cast("nn.Parameter", getattr(embeddings, "weight", None))
-    tied = [r for r in readers if shared is not None and model.get_submodule(r).weight is shared]
-    for reader in tied:
-        own = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
-        _assign(model.get_submodule(reader), "weight", own, undo)
-    config = getattr(model, "config", None)
-    if tied and getattr(config, "tie_word_embeddings", False):
-        for owner, name, value in ((config, "tie_word_embeddings", False), (model, "all_tied_weights_keys", {})):
-            if hasattr(owner, name):
-                _assign(owner, name, value, undo)
-    return bool(tied)
+def _untie(model: nn.Module, plan: list[_Step], undo: Undo) -> dict[str, str]:
+    """Give readers that share their weight with another module their own copy; module → name of its weight."""
+    tied = dict.fromkeys(name for step in plan if step.forward for name in step.site.untie)
+    for name in tied:
+        linear = model.get_submodule(name)
+        shared = cast("nn.Parameter", linear.weight)
+        undo.assign(linear, "weight", nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+    if tied:
+        _tell_config(model, list(tied), undo)
+    return {name: f"{name}.weight" for name in tied}
 
 
-def _absorb(linear: Any, form: LinearForm, undo: list[Callable[[], None]]) -> None:
-    bias, wide = linear.bias, linear.weight.detach().double()
-    scaled = wide * form.scale.to(wide.device)
-    if form.centred:
-        scaled = scaled - scaled.mean(dim=1, keepdim=True)  # W·(I − 11ᵀ/d)
-    # Before the weight is overwritten: in a float64 model `wide` is the weight itself.
-    shift = None if form.shift is None else wide @ form.shift.to(wide.device)
-    _copy(linear.weight, scaled, undo)
-    if shift is None:
+def _tell_config(model: Any, untied: list[str], undo: Undo) -> None:
+    """Keep the configuration true: the head is no longer tied to the embeddings."""
+    configs = [c for c in (getattr(model, "config", None),) if c is not None]
+    configs += [text for c in configs if hasattr(c, "get_text_config") and (text := c.get_text_config()) is not c]
+    for config in configs:
+        if getattr(config, "tie_word_embeddings", False):
+            undo.assign(config, "tie_word_embeddings", False)
+    keys = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(keys, dict):
+        left = {k: v for k, v in keys.items() if k.rpartition(".")[0] not in untied}
+        undo.assign(model, "all_tied_weights_keys", left)
+
+
+def _apply(model: nn.Module, step: _Step, mode: Mode, undo: Undo, untied: dict[str, str]) -> None:
+    site = step.site
+    if step.forward:
+        for reader in site.consumers:
+            weight = untied.get(reader.module, reader.weight)
+            into_reader(model, replace(reader, weight=weight), step.form, undo)
+    elif site.producer is not None:
+        into_producer(model, site.producer, step.form, undo)
+    if mode == "full":
+        _remove(model, site, undo)
         return
-    if bias is None:
-        new = nn.Parameter(shift.to(linear.weight.dtype), requires_grad=linear.weight.requires_grad)
-        _assign(linear, "bias", new, undo)
-    else:
-        _copy(bias, bias.detach().double() + shift, undo)
+    facts = site.facts
+    if facts.weight is not None:
+        weight = getattr(site.module, facts.weight)
+        undo.copy(weight, torch.full_like(weight, 1.0 - facts.offset))
+    if facts.bias is not None:
+        bias = getattr(site.module, facts.bias)
+        undo.copy(bias, torch.zeros_like(bias))
 
 
-def _copy(parameter: nn.Parameter, value: Tensor, undo: list[Callable[[], None]]) -> None:
-    saved = parameter.detach().clone()
-
-    def restore() -> None:
-        parameter.data.copy_(saved)
-
-    undo.append(restore)
-    parameter.data.copy_(value)
-
-
-def _assign(owner: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    old = getattr(owner, name)
-    undo.append(lambda: setattr(owner, name, old))
-    setattr(owner, name, value)
-
-
-def _remove(model: nn.Module, site: Site, undo: list[Callable[[], None]]) -> None:
-    parent, _, leaf = site.name.rpartition(".")
-    undo.append(lambda: setattr(model.get_submodule(parent), leaf, site.module))
-    replace_modules(model, {site.name: None})
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, example: Any) -> Tensor:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        output = run_example(model, example)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    for name in ("logits", "last_hidden_state"):
-        if hasattr(output, name):
-            return getattr(output, name).double()
-    return (output[0] if isinstance(output, tuple | list) else output).double()
-
-
-def _relative(before: Tensor, after: Tensor) -> float:
-    return float((before - after).abs().max() / before.abs().max().clamp_min(1e-30))
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+def _remove(model: nn.Module, site: Site, undo: Undo) -> None:
+    for name in site.names:
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        undo.add(lambda owner=owner, leaf=leaf: setattr(owner, leaf, site.module))
+    replace_modules(model, dict.fromkeys(site.names))

@@ -1,10 +1,258 @@
-"""Replace modules of a model in place, all of them or none."""
+"""Replace the norms of a model in place, all of them or none, and put them back."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from normsmith.errors import InputError
+from normsmith.norms import Norm, NormConfig, norm_config, norms
+from normsmith.norms.base import shared_options
+from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
+from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
+from normsmith.surgery.example import run_example
+from normsmith.surgery.find import Site, find_norms
+from normsmith.surgery.select import Where, select_sites
+from normsmith.surgery.table import text_table
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+_EXACT = 1e-5
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What `swap_norms_` did: (site, old class, new kind, deviation) of the swapped, (site, reason) of the others.
+
+    `deviation` is ‖new(x) − old(x)‖ / ‖old(x)‖ over the tokens of the example, None if the model cannot be run (meta).
+    """
+
+    swapped: tuple[tuple[str, str, str, float | None], ...]
+    kept: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        rows = [(name, f"{old} → {new}", _deviation(value)) for name, old, new, value in self.swapped]
+        rows += [(name, f"kept: {why}", "") for name, why in self.kept]
+        return text_table(("site", "result", "difference of its output"), rows)
+
+
+def _deviation(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1e}" + (" (the same function)" if value <= _EXACT else "")
+
+
+@dataclass
+class _Record:
+    """A swap that can be undone: the old modules and the values their tensors had."""
+
+    modules: dict[str, nn.Module]
+    values: list[tuple[Tensor, Tensor]]
+
+
+_history: weakref.WeakKeyDictionary[nn.Module, list[_Record]] = weakref.WeakKeyDictionary()
+
+
+def swap_norms_(
+    model: nn.Module,
+    norm: str | dict[str, Any] | NormConfig,
+    *,
+    where: Where = None,
+    init: Literal["match", "fresh"] = "match",
+    example: Any = None,
+) -> SwapReport:
+    """Replace norms by another kind, in place; `restore_` takes it back.
+
+    With `init="match"` a new norm starts from the trained one: it takes over gain, shift and eps (1 + w becomes w), as
+    the same parameters where they mean the same, so that an optimiser made before goes on training them, and what it
+    has of its own is fitted to the old outputs on the example. RMSNorm and LayerNorm modules of any family are taken
+    over exactly by `rmsnorm` and `layernorm`. Device, dtype, train or eval mode, `requires_grad` and hooks are kept.
+
+    Args:
+        model: any model whose norms `find_norms` sees.
+        norm: name or configuration of the new norm; options that are not given come from the old one.
+        where: sites, as in `select_sites`; default all.
+        init: `match`, or `fresh` for the new norm's own initial values.
+        example: input for one forward pass, as in `find_norms`.
+
+    Raises:
+        InputError: an unknown norm, no such site, or a site whose weights are not there (meta device, offloaded).
+    """
+    if init not in ("match", "fresh"):
+        raise InputError(f"swap_norms_ init must be 'match' or 'fresh', got {init!r}")
+    model = getattr(model, "_orig_mod", model)
+    target = norm_config(norm)
+    given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
+    chosen = select_sites(find_norms(model, example), where)
+    seen = _record_inputs(model, chosen, example)
+    new: dict[str, nn.Module] = {}
+    swapped: list[tuple[str, str, str, float | None]] = []
+    kept: list[tuple[str, str]] = []
+    saved = [(t, t.detach().clone()) for site in chosen for t in _tensors(site.module)]
+    for site in chosen:
+        reason = _cannot(site, target, cast("set[str]", given))
+        if reason:
+            kept.append((site.name, reason))
+            continue
+        module = _successor(site, target, {k: getattr(target, k) for k in given if k != "kind"}, init)
+        deviation = None
+        if site.name in seen:
+            x, y = seen[site.name]
+            if init == "match":
+                module.match(x, y)
+            deviation = _difference(module, x, y)
+        for name in site.names:
+            new[name] = module
+        swapped.append((site.name, type(site.module).__name__, target.kind, deviation))
+    old = {name: model.get_submodule(name) for name in new}
+    replace_modules(model, new)
+    if new:
+        _history.setdefault(model, []).append(_Record(old, saved))
+    return SwapReport(tuple(swapped), tuple(kept))
+
+
+def restore_(model: nn.Module) -> tuple[str, ...]:
+    """Undo the last `swap_norms_` of this model: the same module objects, with the values they had. In place.
+
+    Returns:
+        The names of the sites that were put back.
+
+    Raises:
+        InputError: no swap of this model object is on record (a copy or a reloaded model has none).
+    """
+    model = getattr(model, "_orig_mod", model)
+    records = _history.get(model)
+    if not records:
+        raise InputError(
+            "nothing to restore: swap_norms_ has not changed this model object, or it was restored already"
+        )
+    record = records.pop()
+    replace_modules(model, record.modules)
+    with torch.no_grad():
+        for tensor, value in record.values:
+            tensor.copy_(value)
+    return tuple(record.modules)
+
+
+def plain_norm(site: Site) -> Norm:
+    """The site's norm as one of normsmith's own that computes the same, with the same parameters where they mean it.
+
+    Raises:
+        InputError: it is neither a normsmith norm nor a LayerNorm or RMSNorm in the usual form.
+    """
+    module, facts = site.module, site.facts
+    if isinstance(module, Norm):
+        return module
+    if not facts.plain or len(facts.shape) != 1 or not facts.eps:
+        raise InputError(f"{site.name}: {type(module).__name__} is not a LayerNorm or RMSNorm in the usual form")
+    affine, bias = facts.weight is not None, facts.bias is not None
+    if facts.centred:
+        new: Norm = LayerNorm(facts.width, LayerNormConfig(eps=facts.eps, affine=affine or bias, bias=bias))
+    else:
+        new = RMSNorm(facts.width, RMSNormConfig(eps=facts.eps, affine=affine, cast_first=facts.cast_first))
+    device = next((t.device for t in _tensors(module)), None)
+    new.to(device=device)
+    for name, theirs in (("gamma", facts.weight), ("beta", facts.bias)):
+        if theirs is not None:
+            setattr(new, name, _same_or_offset(getattr(module, theirs), facts.offset if name == "gamma" else 0.0))
+    return new.train(module.training)
+
+
+def _same_or_offset(parameter: nn.Parameter, offset: float) -> nn.Parameter:
+    if not offset:
+        return parameter
+    # 1 + w in float32: bfloat16 would round a w of 2⁻⁸ away.
+    return nn.Parameter(offset + parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)),
+                        requires_grad=parameter.requires_grad)  # fmt: skip
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _cannot(site: Site, target: NormConfig, given: set[str]) -> str:
+    module = site.module
+    if any(t.is_meta for t in module.parameters()) and hasattr(module, "_hf_hook"):
+        raise InputError(f"{site.name} is offloaded: load the model on a device to change its norms")
+    if len(site.facts.shape) != 1 or not site.width:
+        return f"normalises over {site.facts.shape or 'an unknown width'}, not over one axis"
+    if isinstance(module, Norm) and module.config.kind == target.kind:
+        wanted = {**module.config.to_dict(), **{k: getattr(target, k) for k in given}}
+        if wanted == module.config.to_dict():
+            return f"already {target.kind}"
+    return ""
+
+
+def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str) -> Norm:
+    cls = norms.get(target.kind)
+    old, device = site.module, next((t.device for t in _tensors(site.module)), torch.device("cpu"))
+    startable = init == "match" and (isinstance(old, Norm) or (site.facts.plain and bool(site.facts.eps)))
+    if startable:
+        source = plain_norm(site)
+        options = {**shared_options(cls, source).to_dict(), **given, "kind": target.kind}
+        new: Norm = cls.from_site(source, site.width, cls.Config(**options))
+    else:
+        dtype = next((t.dtype for t in _tensors(old)), torch.get_default_dtype())
+        new = cls(site.width, target).to(device=device, dtype=dtype)
+    own = [p for p in new.parameters() if not any(p is q for q in old.parameters())]
+    if any(True for _ in old.parameters()) and not any(p.requires_grad for p in old.parameters()):
+        for parameter in own:
+            parameter.requires_grad_(False)
+    for name in _HOOKS:
+        if name in old.__dict__:
+            new.__dict__[name] = copy.copy(old.__dict__[name])
+    if hasattr(old, "_hf_hook"):
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, cast("Any", old)._hf_hook)
+    return new.train(old.training)
+
+
+def _record_inputs(model: nn.Module, sites: list[Site], example: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Input and output of every site on the example, detached; empty for a model without values."""
+    if any(p.is_meta for p in model.parameters()):
+        return {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = next((a for a in args if isinstance(a, Tensor)), None)
+            if x is not None and isinstance(output, Tensor):
+                seen[name] = (x.detach().clone(), output.detach().clone())
+
+        return hook
+
+    handles = [site.module.register_forward_hook(hook_for(site.name)) for site in sites]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            run_example(model.eval(), example)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return seen
+
+
+@torch.no_grad()
+def _difference(module: Norm, x: Tensor, y: Tensor) -> float:
+    training = module.training
+    new = type(module).forward(module.eval(), x).double()  # not through the hooks that were carried over
+    module.train(training)
+    return float((new - y.double()).norm() / y.double().norm().clamp_min(1e-30))
 
 
 def replace_modules(model: nn.Module, new: Mapping[str, nn.Module | None]) -> None:

@@ -12,13 +12,11 @@ from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules.controller import TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
-from normsmith.surgery.swap import replace_modules
+from normsmith.surgery.swap import plain_norm, replace_modules
 
 _TAPERED = {
     "rmsnorm": "tapered_rmsnorm",
-    "RMSNorm": "tapered_rmsnorm",
     "layernorm": "tapered_layernorm",
-    "LayerNorm": "tapered_layernorm",
 }
 
 
@@ -57,8 +55,10 @@ def taper_(
             continue
         if site.kind not in _TAPERED:
             raise InputError(f"{site.name} is a {site.kind}; only RMSNorm and LayerNorm sites can be tapered")
-        new[site.name] = cast("TaperedNorm", norms.get(_TAPERED[site.kind]).from_site(site.module, _width(site)))
-    final = next((site for site in sites if site.role == "final"), None)
+        cls = norms.get(_TAPERED[site.kind])
+        new[site.name] = cast("TaperedNorm", cls.from_site(plain_norm(site), site.width))
+    # The last one: an encoder before a decoder has a final norm of its own.
+    final = next((site for site in reversed(sites) if site.role == "final"), None)
     if final is None and config.scale_loss > 0:
         raise InputError(
             "no linear layer whose result the model returns reads a norm, so there is no final norm whose input the "
@@ -78,9 +78,3 @@ def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
         found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else NONE_FOUND
         raise InputError(f"no {' or '.join(roles)} norm to taper with placement={config.placement!r}: {found}")
     return chosen
-
-
-def _width(site: Site) -> int:
-    module = site.module
-    shape = getattr(module, "normalized_shape", None)
-    return int(shape[-1]) if shape is not None else cast("int", module.width)

@@ -1,0 +1,95 @@
+"""Make an input for a model and run it once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normsmith.errors import InputError
+
+
+def run_example(model: nn.Module, example: Any = None, seed: int = 0) -> Any:
+    """One forward pass on `example`: a mapping of arguments, a tensor, a tuple of arguments, or None to make one."""
+    example = make_example(model, seed) if example is None else example
+    # Compiled code has no operations to watch.
+    with torch.compiler.set_stance("force_eager"), _shape_only_experts(model):
+        if isinstance(example, dict) or hasattr(example, "keys"):
+            return model(**example)
+        return model(*example) if isinstance(example, tuple) else model(example)
+
+
+@contextmanager
+def _shape_only_experts(model: Any) -> Generator[None]:
+    """On the meta device, let experts compute in the one way of transformers' that needs no values."""
+    config = getattr(model, "config", None)
+    before = getattr(config, "_experts_implementation", None)
+    if before is None or not next(model.parameters()).is_meta:
+        yield
+        return
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Arguments for one forward pass of a Hugging Face model: token ids, pixels or audio features, by its signature.
+
+    Raises:
+        InputError: the model has no config to read sizes from, or takes inputs of another sort.
+    """
+    config: Any = getattr(model, "config", None)
+    forward = set(inspect.signature(model.forward).parameters)
+    makers = {
+        "input_ids": _token_ids,
+        "pixel_values": _pixels,
+        "input_features": _audio,
+        "decoder_input_ids": _token_ids,
+    }
+    wanted = [name for name in makers if name in forward]
+    if "input_ids" in wanted and "pixel_values" in wanted and not _part(config, "text_config"):
+        wanted.remove("pixel_values")
+    if not getattr(config, "is_encoder_decoder", False):
+        wanted = [name for name in wanted if name != "decoder_input_ids"]
+    generator = torch.Generator().manual_seed(seed)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        example = {name: makers[name](config, generator) for name in wanted}
+    except (AttributeError, TypeError):
+        example = {}
+    if not example:
+        raise InputError(
+            f"{type(model).__name__} has no config that says what it takes: pass example=, an input for one forward "
+            "pass, for instance example=torch.randn(2, 16, 64)"
+        )
+    return {name: value.to(device) for name, value in _in_dtype(model, example).items()}
+
+
+def _in_dtype(model: nn.Module, example: dict[str, Tensor]) -> dict[str, Tensor]:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in example.items()}
+
+
+def _part(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _token_ids(config: Any, generator: torch.Generator) -> Tensor:
+    vocab_size = getattr(_part(config, "text_config") or config, "vocab_size")  # noqa: B009 (must raise if missing)
+    return torch.randint(vocab_size, (2, 16), generator=generator)
+
+
+def _pixels(config: Any, generator: torch.Generator) -> Tensor:
+    config = _part(config, "vision_config") or config
+    size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
+    return torch.randn(2, config.num_channels, *size, generator=generator)
+
+
+def _audio(config: Any, generator: torch.Generator) -> Tensor:
+    return torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
