@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from normsmith.norms import Norm
 from normsmith.norms.tapered import TaperedNorm
@@ -117,8 +124,8 @@ def damaged(folder: Path, name: str) -> None:
         ("no weights", "m: the weights cannot be read .*no file named model.safetensors"),
         ("no config", "m: holds no model .config.json is missing"),
         ("config", "m/config.json: cannot be read"),
-        ("config list", "m: is a 'model of unknown type', not a model that normsmith trained"),
-        ('{"model_type": "gpt2"}', "m: is a 'gpt2', not a model that normsmith trained"),
+        ("config list", "m/config.json: holds no JSON object"),
+        ('{"model_type": "gpt2"}', "m/config.json: transformers .* has no class 'NormsmithForCausalLM'"),
         ('{"num_hidden_layers": 3}', r"weights and configuration do not match; first difference: model.layers.2\."),
         ('{"num_hidden_layers": 1}', r"weights and configuration do not match; first difference: model.layers.1\."),
         ('{"hidden_size": 64}', "weights and configuration do not match; first difference: model"),
@@ -144,12 +151,59 @@ def test_a_damaged_checkpoint(
     assert logged == []  # no table of transformers' beside our sentence
 
 
-def test_a_checkpoint_that_is_not_ours(work: Path) -> None:
+def llama(folder: Path) -> LlamaForCausalLM:
+    """A Llama in several shards, with gains far from 1."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32)).save_pretrained("llama")
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32, bos_token_id=1, eos_token_id=2)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def test_any_other_model_loses_its_gains(work: Path) -> None:
+    model = llama(work / "llama")
+    before = contents(work)
+    result = normsmith("fold", "llama", "-o", "out")
+    assert result.code == 0, result
+    assert result.err.startswith("folding, %: 100/100 (")
+    assert "model.norm                               gain and shift absorbed" in result.out
+    assert result.out.endswith("MB\nwritten to out\n")
+    assert {k: v for k, v in contents(work).items() if not k.startswith("out")} == before
+    folded = AutoModelForCausalLM.from_pretrained("out").eval()
+    ids = IDS % 50
+    torch.testing.assert_close(folded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(folded.model.norm.weight, torch.ones(32))
+    result = normsmith("fold", "llama", "-o", "out", "--overwrite", "--json", "--strict")
+    assert (result.code, result.err) == (0, "")
+    report = json.loads(result.out)
+    assert (report["output"], len(report["absorbed"]), report["kept"], report["untied"]) == ("out", 3, [], [])
+
+
+def test_another_model_that_cannot_be_folded(work: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    torch.nn.init.ones_(model.transformer.ln_f.bias)
+    model.save_pretrained("gpt2")
+    llama(work / "remote")
+    auto = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config = json.loads((work / "remote/config.json").read_text())
+    (work / "remote/config.json").write_text(
+        json.dumps({**config, "architectures": ["OwnForCausalLM"], "auto_map": auto})
+    )
+    before = contents(work)
+    normsmith("fold", "gpt2", "-o", "o", "--strict").refused("cannot be folded: transformer.ln_f: lm_head has no bias")
+    normsmith("fold", "remote", "-o", "o").refused("remote/config.json: OwnForCausalLM .*--trust-remote-code")
+    normsmith("fold", "remote", "-o", "o", "--trust-remote-code").refused("remote/config.json: no model .*own.py")
+    assert contents(work) == before
+
+
+def test_a_checkpoint_that_is_not_ours(work: Path) -> None:
+    llama(work / "llama")
     (work / "nothing").mkdir()
     before = contents(work)
-    normsmith("fold", "llama", "-o", "o").refused("llama: is a 'llama', not a model that normsmith trained")
     normsmith("bench", "decode", "llama").refused("llama: is a 'llama', not a model that normsmith trained")
     normsmith("fold", "nothing", "-o", "o").refused("nothing: holds no model")
     normsmith("fold", "absent", "-o", "o").refused("absent: no such folder")

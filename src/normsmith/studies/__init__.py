@@ -1,6 +1,6 @@
 """Recipes, and what carries them out."""
 
-from normsmith.studies.folders import check_folder, prepare_folder, write_folder
+from normsmith.folders import check_folder, prepare_folder, write_folder
 from normsmith.studies.recipe import EvaluationConfig, Recipe, load_recipe
 from normsmith.studies.runner import Run, run_recipe
 

@@ -11,15 +11,15 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from normsmith.errors import InputError
+from normsmith.folders import check_output, write_folder
 from normsmith.models import NormsmithConfig, NormsmithForCausalLM
-from normsmith.studies.folders import check_folder, write_folder
 
 
-def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
-    """The reference model in `folder`, in evaluation mode.
+def model_type(folder: Path) -> str | None:
+    """The family that the configuration in `folder` names, or None if it names none.
 
     Raises:
-        InputError: no such folder, no configuration, another model family, or missing or damaged weights.
+        InputError: no such folder, or no configuration that can be read.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
@@ -31,6 +31,16 @@ def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
     except (OSError, ValueError) as error:
         raise InputError(f"{config}: cannot be read ({error})") from None
     kind = cast("dict[str, Any]", loaded).get("model_type") if isinstance(loaded, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
+    """The reference model in `folder`, in evaluation mode.
+
+    Raises:
+        InputError: no such folder, no configuration, another model family, or missing or damaged weights.
+    """
+    kind, config = model_type(folder), folder / "config.json"
     if kind != NormsmithConfig.model_type:
         raise InputError(f"{folder}: is a {kind or 'model of unknown type'!r}, not a model that normsmith trained")
     try:
@@ -60,21 +70,6 @@ def _load(folder: Path, config: NormsmithConfig) -> tuple[Any, dict[str, Any]]:
     finally:
         logging.set_verbosity(before)
     return loading
-
-
-def check_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Say whether a model made from `source` can be written to `output`; changes nothing.
-
-    Raises:
-        InputError: `output` is not empty (without `overwrite`), is `source`, lies inside it or holds it, or cannot be
-            written.
-    """
-    there, here = output.resolve(), source.resolve()
-    if there == here or here in there.parents:
-        raise InputError(f"{output}: lies inside the input {source}; choose a folder outside")
-    if there in here.parents and (source.exists() or overwrite):
-        raise InputError(f"{output}: holds the input {source}, which must not be replaced; choose another folder")
-    check_folder(output, overwrite)
 
 
 def save_checkpoint(model: NormsmithForCausalLM, source: Path, output: Path, overwrite: bool) -> None:

@@ -16,9 +16,9 @@ from normsmith.data import TextData, load_text
 from normsmith.diagnostics import stream_scale
 from normsmith.errors import DivergedError, VerificationError
 from normsmith.evaluation import language_loss
+from normsmith.folders import prepare_folder
 from normsmith.report import Arm, DecodeRow, Point, Results, write_report
 from normsmith.studies.environment import environment
-from normsmith.studies.folders import prepare_folder
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.runner import Run, run_recipe
 from normsmith.surgery import FoldReport, fold_

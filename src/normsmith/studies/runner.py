@@ -18,10 +18,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from normsmith.data import PackedWindows, TextData, load_text
 from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation import language_loss
+from normsmith.folders import prepare_folder
 from normsmith.models import NormsmithForCausalLM
 from normsmith.schedules import Controller
 from normsmith.studies.environment import environment
-from normsmith.studies.folders import prepare_folder
 from normsmith.studies.recipe import Recipe
 from normsmith.surgery import taper_
 from normsmith.training import ProgressCallback, Reporter, Trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Callable
@@ -45,6 +46,21 @@ def check_folder(folder: Path, overwrite: bool, resume: bool | None = None) -> N
         _check_replaceable(folder)
 
 
+def check_output(source: Path, output: Path, overwrite: bool) -> None:
+    """Say whether a model made from `source` can be written to `output`; changes nothing.
+
+    Raises:
+        InputError: `output` is not empty (without `overwrite`), is `source`, lies inside it or holds it, or cannot be
+            written.
+    """
+    there, here = output.resolve(), source.resolve()
+    if there == here or here in there.parents:
+        raise InputError(f"{output}: lies inside the input {source}; choose a folder outside")
+    if there in here.parents and (source.exists() or overwrite):
+        raise InputError(f"{output}: holds the input {source}, which must not be replaced; choose another folder")
+    check_folder(output, overwrite)
+
+
 def prepare_folder(folder: Path, overwrite: bool, resume: bool | None = None) -> None:
     """Make an output folder ready, or say why it cannot be used; nothing in it is touched unless asked for.
 
@@ -74,7 +90,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], overwrite: bool) -
     _check_replaceable(folder)
     target, part, old = folder.resolve(), _hidden(folder, "part"), _hidden(folder, "old")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # of a killed process that had the same number
+        _sweep(folder)
         part.mkdir(parents=True)
         (part / _MARK).touch()
         write(part)
@@ -93,6 +109,25 @@ def write_folder(folder: Path, write: Callable[[Path], None], overwrite: bool) -
 def _hidden(folder: Path, role: str) -> Path:
     folder = folder.resolve()  # `a/..` has no name of its own
     return folder.with_name(f".{folder.name}.{os.getpid()}.{role}")
+
+
+def _sweep(folder: Path) -> None:
+    """Delete the temporary folders of killed processes that were writing this folder; they may be large."""
+    folder = folder.resolve()
+    for part in folder.parent.glob(f".{glob.escape(folder.name)}.*.part"):
+        number = part.name.removeprefix(f".{folder.name}.").removesuffix(".part")
+        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _runs(number: int) -> bool:
+    if os.name != "posix":  # elsewhere os.kill would end the process that we ask for
+        return True
+    try:
+        os.kill(number, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def _check_replaceable(folder: Path) -> None:
