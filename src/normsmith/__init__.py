@@ -13,8 +13,18 @@ if TYPE_CHECKING:
     from normsmith.models import NormsmithConfig, NormsmithForCausalLM, preset_config
     from normsmith.norms import Norm, create_norm, norms
     from normsmith.schedules import Controller, TaperConfig, TaperController
-    from normsmith.surgery import FoldReport, Site, SwapReport, find_norms, fold_, restore_, swap_norms_, taper_
-    from normsmith.training import NormsmithCallback, Trainer
+    from normsmith.surgery import (
+        FoldReport,
+        Site,
+        SwapReport,
+        find_norms,
+        fold_,
+        fold_checkpoint,
+        restore_,
+        swap_norms_,
+        taper_,
+    )
+    from normsmith.training import NormsmithCallback, Trainer, rebind_optimizer_
 
 __version__ = "0.1.0"
 
@@ -36,8 +46,10 @@ _HOME = {
     "create_norm": "norms",
     "find_norms": "surgery",
     "fold_": "surgery",
+    "fold_checkpoint": "surgery",
     "norms": "norms",
     "preset_config": "models",
+    "rebind_optimizer_": "training",
     "restore_": "surgery",
     "swap_norms_": "surgery",
     "taper_": "surgery",
@@ -61,8 +73,10 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "create_norm",
     "find_norms",
     "fold_",
+    "fold_checkpoint",
     "norms",
     "preset_config",
+    "rebind_optimizer_",
     "restore_",
     "swap_norms_",
     "taper_",

@@ -42,13 +42,19 @@ class DyT(Norm):
 
     @torch.no_grad()
     def match(self, x: Tensor, y: Tensor) -> None:
-        """α by a search for the least squared error, γ and β as they are."""
-        wide, target = x.double(), y.double()
-        beta = 0.0 if self.beta is None else self.beta.double()
+        """α by a search, and a common factor of γ by least squares for each α, for the least squared error."""
+        wide, gain = x.double(), self.gamma.double()
+        target = y.double() if self.beta is None else y.double() - self.beta.double()
         inverse = float(wide.square().mean().clamp_min(1e-30).rsqrt())  # the slope of RMSNorm at an average token
-        slopes = [inverse * 2 ** (k / 8) for k in range(-32, 33)]
-        errors = [float((self.gamma.double() * torch.tanh(a * wide) + beta - target).square().sum()) for a in slopes]
-        self.alpha.fill_(slopes[errors.index(min(errors))])
+
+        def fit(slope: float) -> tuple[float, float, float]:
+            t = gain * torch.tanh(slope * wide)
+            factor = float((t * target).sum() / t.square().sum().clamp_min(1e-30))
+            return float((factor * t - target).square().sum()), slope, factor
+
+        _, slope, factor = min(fit(inverse * 2 ** (k / 8)) for k in range(-40, 33))
+        self.alpha.fill_(slope)
+        self.gamma.mul_(factor)
 
     def reference(self, x: Tensor) -> Tensor:
         """The formula in float64."""

@@ -38,11 +38,13 @@ class TaperedNorm(Norm):
 
     Parameters: `gamma`, `gamma_tilde` (d,), and `beta` (d,) or None. Buffers, all 0-dim: `gate` is g in training and
     `gate_eval` in evaluation; `scale` is c; `sum_scaled`, `sum_power` and `batches` collect the moments that c is
-    fitted to, in training mode only, and are emptied by the controller once per optimiser step.
+    fitted to, in training mode only, and are emptied by the controller once per optimiser step. Tokens that
+    `token_mask` (…), set by the controller, calls padding do not count.
     """
 
     config: TaperedConfig
     cast_first = False
+    token_mask: Tensor | None = None
     gate: Tensor
     gate_eval: Tensor
     scale: Tensor
@@ -79,7 +81,7 @@ class TaperedNorm(Norm):
         y, inverse, wide = taper(x, self._state())
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
-                scaled, power = taper_moments(wide, inverse, self.gamma)
+                scaled, power = taper_moments(wide, inverse, self.gamma, self.token_mask)
                 self.sum_scaled.add_(scaled)
                 self.sum_power.add_(power)
                 self.batches.add_(1)

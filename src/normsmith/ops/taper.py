@@ -54,16 +54,26 @@ def taper(x: Tensor, state: TaperState) -> tuple[Tensor, Tensor, Tensor]:
     return (normal + wide * scale_gain).to(x.dtype), inverse, wide
 
 
-def taper_moments(wide: Tensor, inverse: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+def taper_moments(wide: Tensor, inverse: Tensor, gamma: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Token means of ‖x ⊙ γ‖²/s and ‖x ⊙ γ‖²; their ratio is the least-squares scale c of c·x ⊙ γ to x/s ⊙ γ.
 
     Args:
         wide: x (centred where the norm centres), (…, d) float32 or float64.
         inverse: 1/s, (…, 1).
         gamma: (d,) gain.
+        mask: (…), 0 for padding, which does not count; one of another shape belongs to other tokens and is ignored.
     """
-    power = (wide * gamma.to(wide.dtype)).square().sum(-1, keepdim=True)
-    return (power * inverse).mean(), power.mean()
+    power = (wide * gamma.to(wide.dtype)).square().sum(-1)
+    return token_mean(power * inverse.squeeze(-1), mask), token_mean(power, mask)
+
+
+def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of `values` over the tokens that are no padding; arguments as in `taper_moments`."""
+    flattened = mask is not None and values.ndim == 1 and mask.numel() == values.numel()  # as OPT does before its MLPs
+    if mask is None or not (flattened or mask.shape == values.shape):
+        return values.mean()
+    real = (mask != 0).reshape(values.shape).to(values)
+    return (values * real).sum() / real.sum().clamp_min(1)
 
 
 def taper_reference(x: Tensor, state: TaperState) -> Tensor:

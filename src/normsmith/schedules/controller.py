@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, distributed, nn
 from normsmith.errors import InputError
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.ops.statistics import centre, widen
+from normsmith.ops.taper import token_mean
 from normsmith.schedules.taper import TaperConfig
 
 
@@ -79,7 +81,25 @@ class TaperController(Controller):
         self.target = torch.zeros((), device=device)  # moving average of the anchor's scale, frozen at the start
         self._scales: Tensor | None = None  # s(h) per token of the last forward pass, with its graph
         self._observed = torch.zeros(2, device=device)  # sum and number of the mean scales since the last step
-        self._handle = anchor.register_forward_pre_hook(self._observe) if anchor is not None else None
+        self._mask: Tensor | None = None  # of the last forward pass, 0 for padding
+        self._mask_position = -1
+        self._handles = [] if anchor is None else [anchor.register_forward_pre_hook(self._observe)]
+
+    def watch_padding(self, model: nn.Module) -> None:
+        """From now on leave out of all statistics the tokens that the model's (batch, time) `attention_mask` masks.
+
+        The padding of a model with encoder and decoder is not left out: its mask may belong to either.
+        """
+        names = list(inspect.signature(model.forward).parameters)
+        if "attention_mask" in names and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            self._mask_position = names.index("attention_mask")
+            self._handles.append(model.register_forward_pre_hook(self._see_mask, with_kwargs=True))
+
+    def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = args[self._mask_position] if len(args) > self._mask_position else kwargs.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        for norm in self.sites.values():
+            norm.token_mask = self._mask
 
     def _observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -92,7 +112,8 @@ class TaperController(Controller):
         scales, self._scales = self._scales, None
         if scales is not None:
             with torch.no_grad():
-                self._observed += torch.stack((scales.mean(), torch.ones_like(scales.mean()))).to(self._observed)
+                mean = token_mean(scales, self._mask)
+                self._observed += torch.stack((mean, torch.ones_like(mean))).to(self._observed)
         return scales
 
     def auxiliary_loss(self) -> Tensor | float:
@@ -100,7 +121,7 @@ class TaperController(Controller):
         scales = self._take_scales()
         if scales is None or self.config.scale_loss == 0 or self.completed < self.config.span(self.length())[0]:
             return 0.0
-        return self.config.scale_loss * (scales - self.target).square().mean()
+        return self.config.scale_loss * token_mean((scales - self.target).square(), self._mask)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -183,12 +204,13 @@ class TaperController(Controller):
         self._set_gates()
 
     def close(self) -> None:
-        """Stop watching the anchor; the norms stay as they are."""
-        if self._handle is not None:
-            self._handle.remove()
+        """Stop watching anchor and model; the norms stay as they are."""
+        for handle in self._handles:
+            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scales": None}  # part of a graph, which can be neither copied nor stored
+        # Part of a graph, which can be neither copied nor stored, and of a batch.
+        return {**self.__dict__, "_scales": None, "_mask": None}
 
 
 def close_controllers(model: nn.Module) -> None:

@@ -80,20 +80,29 @@ def into_reader(model: nn.Module, reader: Reader, form: LinearForm, undo: Undo) 
 
 
 def into_producer(model: nn.Module, producer: Reader, form: LinearForm, undo: Undo) -> None:
-    """For y = scale ⊙ (W·x + b − mean) + shift: the rows of W and b are centred and scaled, b′ also gets the shift."""
+    """For y = scale ⊙ (W·x + b − mean) + shift: the rows of W and b are centred and scaled, b′ also gets the shift.
+
+    `scale` is (d,). A norm of d features on a result of k·d treats every d of them alike (heads).
+    """
     weight = model.get_parameter(producer.weight)
     axis = 1 - producer.axis
     wide = weight.detach().double()
-    new = wide - wide.mean(dim=axis, keepdim=True) if form.centred else wide
+    undo.copy(weight, _per_head(wide.movedim(axis, 0), form).movedim(0, axis))
     bias = model.get_parameter(producer.bias or "").detach().double() if _has_bias(model, producer) else None
-    undo.copy(weight, scale_axis(new, form.scale, axis))
     added = torch.zeros(weight.shape[axis], dtype=torch.float64, device=weight.device)
     if bias is not None:
-        moved = bias - bias.mean() if form.centred else bias
-        added = form.scale.to(bias.device) * moved - bias
-    added = added if form.shift is None else added + form.shift.to(added.device)
+        added = _per_head(bias.unsqueeze(-1), form).squeeze(-1) - bias
+    if form.shift is not None:
+        added = added + form.shift.to(added.device).repeat(len(added) // len(form.shift))
     if bool(added.any()):
         _add_bias(model, producer, added, undo)
+
+
+def _per_head(rows: Tensor, form: LinearForm) -> Tensor:
+    """Centre and scale (k·d, n) along d in each of the k groups."""
+    heads = rows.reshape(-1, len(form.scale), rows.shape[1])
+    heads = heads - heads.mean(dim=1, keepdim=True) if form.centred else heads
+    return scale_axis(heads, form.scale, 1).reshape(rows.shape)
 
 
 def scale_axis(weight: Tensor, scale: Tensor, axis: int) -> Tensor:

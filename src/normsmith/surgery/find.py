@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from normsmith.errors import InputError
@@ -97,6 +98,8 @@ def _row(site: Site) -> tuple[str, ...]:
     return (site.name, site.kind, site.role, str(site.width), eps, info["gain"] or "–", readers, site.blocked or "yes")
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def find_norms(model: nn.Module, example: Any = None) -> Sites:
     """Find every norm of `model` and trace who reads it; nothing is changed.
 
@@ -143,12 +146,7 @@ def _site(
     untie: list[str] = []
     for reader in use.readers:
         others = [r for r in reads[reader.weight] if r.site != name and _overlap(r.bounds, reader.bounds)]
-        owner = model.get_submodule(reader.module)
-        if (
-            others
-            and all(r.module != reader.module for r in others)
-            and isinstance(getattr(owner, "weight", None), nn.Parameter)
-        ):
+        if others and all(r.module != reader.module for r in others) and _tied(model, reader, others):
             untie.append(reader.module)
         elif others:
             reasons.append(f"{reader.module} reads other tensors too")
@@ -161,10 +159,23 @@ def _site(
     return Site(name, module, facts, role, tuple(use.readers), blocked, producer, tuple(dict.fromkeys(untie)), names)
 
 
+def _tied(model: nn.Module, reader: Reader, others: list[_Read]) -> bool:
+    """Whether every module that reads the weight holds it itself, so that one of them can be given a copy."""
+    weight = model.get_parameter(reader.weight)
+    owners = [model.get_submodule(name) for name in (reader.module, *(r.module for r in others))]
+    return getattr(owners[0], "weight", None) is weight and all(
+        any(p is weight for p in owner.parameters(recurse=False)) for owner in owners
+    )
+
+
 def _reasons(use: Use) -> list[str]:
     words = [reason for reason in dict.fromkeys(use.others) if " " in reason and reason not in _OPERATIONS]
     operations = [reason for reason in dict.fromkeys(use.others) if reason not in words]
-    return words + ([f"also read by {', '.join(operations)}"] if operations else [])
+    if not operations:
+        return words
+    listed = ", ".join(operations)
+    among = use.readers or words or "another norm" in operations
+    return [*words, f"also read by {listed}" if among else f"no linear layer reads it, but {listed}"]
 
 
 def _role(use: Use, seen: Trace) -> str:
@@ -182,7 +193,7 @@ def _role(use: Use, seen: Trace) -> str:
 
 def _producer(use: Use, seen: Trace) -> Reader | None:
     product = use.producer
-    if product is None or product.others or use.runs != 1:
+    if product is None or product.others or use.runs != 1 or product.reader.weight in seen.reads:
         return None
     return product.reader if sum(p.reader.weight == product.reader.weight for p in seen.products) == 1 else None
 

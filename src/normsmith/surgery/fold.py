@@ -14,9 +14,11 @@ from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import close_controllers
 from normsmith.surgery.absorb import Undo, into_producer, into_reader, problem
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
+from normsmith.surgery.native import keep_changes
 from normsmith.surgery.select import Where, select_sites
 from normsmith.surgery.swap import replace_modules
 from normsmith.surgery.table import text_table
+from normsmith.surgery.uses import Reader
 from normsmith.surgery.verify import Probe
 
 Mode = Literal["full", "affine"]
@@ -58,6 +60,8 @@ class _Step:
     forward: bool  # into the readers, else into the producer
 
 
+@torch.inference_mode(False)  # a bias made in inference mode could never be trained
+@torch.no_grad()
 def fold_(
     model: nn.Module,
     mode: Mode = "full",
@@ -115,6 +119,7 @@ def fold_(
     removed, absorbed = (names, ()) if mode == "full" else ((), names)
     if mode == "full":
         close_controllers(model)
+    keep_changes(model)
     before = None if probe is None else probe.error_before
     return FoldReport(removed, tuple(kept), bool(untied), error, absorbed, before)
 
@@ -155,11 +160,17 @@ def _step(model: nn.Module, site: Site, mode: Mode) -> _Step | str:
     if not site.blocked:
         problems = [problem(model, reader, shifted) for reader in site.consumers]
         return "; ".join(p for p in problems if p) or _Step(site, form, forward=True)
-    whole = site.producer is not None and len(site.producer.bounds) == 2
-    if mode == "full" and site.producer is not None and whole:
+    if mode == "full" and site.producer is not None and _covers(model, site.producer, site.width):
         biased = shifted or f"{site.producer.bias}" in dict(model.named_parameters())
+        form = form._replace(scale=form.scale.expand(site.width))
         return problem(model, site.producer, biased) or _Step(site, form, forward=False)
     return site.blocked
+
+
+def _covers(model: nn.Module, producer: Reader, width: int) -> bool:
+    """Whether the norm's inputs are the results of all of a weight matrix, or of each head of them."""
+    rows = model.get_parameter(producer.weight).shape[1 - producer.axis] if len(producer.bounds) == 2 else 1
+    return rows % width == 0
 
 
 def _form_or_reason(site: Site, mode: Mode) -> LinearForm | str:

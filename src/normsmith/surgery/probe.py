@@ -82,7 +82,8 @@ def norm_facts(module: nn.Module, width: int | None = None) -> NormFacts | None:
         return NormFacts("other", (module.num_channels,)) if isinstance(module, nn.GroupNorm) else None
     shape = _shape(module, width)
     found = None if shape is None else _probe(module, shape)
-    return found or (NormFacts("other", shape or ()) if "norm" in type(module).__name__.lower() else None)
+    called_norm = any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
+    return found or (NormFacts("other", shape or ()) if called_norm else None)
 
 
 def _own(module: Norm) -> NormFacts:
@@ -122,7 +123,7 @@ def _shape(module: nn.Module, width: int | None) -> tuple[int, ...] | None:
     if not shapes:
         declared = getattr(module, "normalized_shape", None)
         width = int(declared[-1]) if isinstance(declared, tuple | list | torch.Size) and declared else width
-        return (width or _SOME_WIDTH,)  # such a module takes any width
+        return (width,) if width else ()  # without one, such a module takes any width
     return None
 
 
@@ -138,7 +139,8 @@ def _copy(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         for name, p in module.__dict__["_parameters"].items()
     }
     twin.__dict__["_buffers"] = {
-        name: b if b is None or b.is_meta else b.detach().cpu() for name, b in module.__dict__["_buffers"].items()
+        name: b if b is None or b.is_meta else b.detach().clone().cpu()
+        for name, b in module.__dict__["_buffers"].items()
     }
     return twin.eval()
 
@@ -146,12 +148,11 @@ def _copy(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 @torch.no_grad()
 def _probe(module: nn.Module, shape: tuple[int, ...]) -> NormFacts | None:
     try:
-        twin = _copy(module)
-        facts = _formula(twin, shape)
-        if facts is None:
-            return None
-        facts = _epsilon(twin, facts)
-        return None if facts is None else replace(facts, cast_first=_casts_first(module, facts))
+        with torch.random.fork_rng(devices=[]):  # a forward pass may draw numbers, of dropout for instance
+            twin = _copy(module)
+            facts = _formula(twin, shape or (_SOME_WIDTH,))
+            facts = None if facts is None else _epsilon(twin, facts)
+            return None if facts is None else replace(facts, shape=shape, cast_first=_casts_first(module, facts))
     except Exception:  # whatever a module that is no norm raises on such inputs
         return None
 
@@ -204,15 +205,19 @@ def _close(y: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 def _epsilon(twin: nn.Module, facts: NormFacts) -> NormFacts | None:
     """Find eps and where it stands from small inputs, whose statistics it dominates."""
+    if facts.bias is not None:
+        getattr(twin, facts.bias).zero_()  # beside it, small outputs would be rounded away
     declared = [v for v in vars(twin).values() if isinstance(v, float) and _EPS_RANGE[0] < v < _EPS_RANGE[1]]
     measured: list[tuple[str, float]] = []
     for position, size in (("inside", 1e-7), ("outside", 1e-9), ("floor", 1e-9)):
         x = _inputs(facts.shape, size)
         n = _plain_output(twin, facts, x)
         x = x.double() - x.double().mean(-1, keepdim=True) if facts.centred else x.double()
-        divisor = float((x * x).sum() / (x * n).sum()) if float((x * n).sum()) > 0 else 0.0
-        square = float(x.square().mean())
-        value = {"inside": divisor**2 - square, "outside": divisor - square**0.5, "floor": divisor}[position]
+        if not bool(((x * n).sum(-1) > 0).all()):
+            continue
+        divisor, square = (x * x).sum(-1) / (x * n).sum(-1), x.square().mean(-1)  # of each token
+        values = {"inside": divisor**2 - square, "outside": divisor - square.sqrt(), "floor": divisor}[position]
+        value = float(values.mean())
         rounded = float(f"{value:.3g}")  # nobody writes more digits, and float32 does not measure them
         measured += [(position, rounded if abs(rounded - value) < 1e-4 * value else value)] if value > 0 else []
     for position, value in [(p, d) for p in ("inside", "outside", "floor") for d in declared] + measured:

@@ -34,6 +34,8 @@ def select_sites(sites: Sites, where: Where) -> list[Site]:
             raise InputError(f"the function given as where chose none of the {len(sites)} sites:\n{sites}")
         return chosen
     words = [w.strip() for w in where.split(",")] if isinstance(where, str) else list(where)
+    if not words:
+        raise InputError("where is empty, so it chooses no site; leave it out for all sites")
     for word in words:
         if not any(_matches(site, word) for site in sites):
             roles = ", ".join(dict.fromkeys(site.role for site in sites))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
 from normsmith.surgery.example import run_example
 from normsmith.surgery.find import Site, find_norms
+from normsmith.surgery.fused import update_fused_forms
+from normsmith.surgery.native import keep_changes
 from normsmith.surgery.select import Where, select_sites
 from normsmith.surgery.table import text_table
 
@@ -32,6 +33,7 @@ _HOOKS = (
     "_is_full_backward_hook",
 )
 _EXACT = 1e-5
+_SMALLEST_EPS = 1e-30  # the square of no float32 activation that matters; an all-zero token stays finite
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class _Record:
 _history: weakref.WeakKeyDictionary[nn.Module, list[_Record]] = weakref.WeakKeyDictionary()
 
 
+@torch.inference_mode(False)  # parameters made in inference mode could never be trained
+@torch.no_grad()
 def swap_norms_(
     model: nn.Module,
     norm: str | dict[str, Any] | NormConfig,
@@ -96,31 +100,41 @@ def swap_norms_(
     target = norm_config(norm)
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
     chosen = select_sites(find_norms(model, example), where)
-    seen = _record_inputs(model, chosen, example)
+    seen, unusual = _record_inputs(model, chosen, example)
     new: dict[str, nn.Module] = {}
     swapped: list[tuple[str, str, str, float | None]] = []
     kept: list[tuple[str, str]] = []
+    options = {k: getattr(target, k) for k in cast("set[str]", given) if k != "kind"}
     saved = [(t, t.detach().clone()) for site in chosen for t in _tensors(site.module)]
-    for site in chosen:
-        reason = _cannot(site, target, cast("set[str]", given))
-        if reason:
-            kept.append((site.name, reason))
-            continue
-        module = _successor(site, target, {k: getattr(target, k) for k in given if k != "kind"}, init)
-        deviation = None
-        if site.name in seen:
-            x, y = seen[site.name]
-            if init == "match":
-                module.match(x, y)
-            deviation = _difference(module, x, y)
-        for name in site.names:
-            new[name] = module
-        swapped.append((site.name, type(site.module).__name__, target.kind, deviation))
+    try:
+        for site in chosen:
+            reason = unusual.get(site.name) or _cannot(site, target, options, site.name in seen)
+            if reason:
+                kept.append((site.name, reason))
+                continue
+            module, deviation = _successor(site, target, options, init), None
+            if site.name in seen:
+                x, y = seen[site.name]
+                if init == "match":
+                    module.match(x, y)
+                deviation = _difference(module, x, y)
+            new |= dict.fromkeys(site.names, module)
+            swapped.append((site.name, type(site.module).__name__, target.kind, deviation))
+    except BaseException:
+        _write_back(saved)  # `match` may have fitted parameters that the new norm shares with the old one
+        raise
     old = {name: model.get_submodule(name) for name in new}
     replace_modules(model, new)
     if new:
+        keep_changes(model)
         _history.setdefault(model, []).append(_Record(old, saved))
     return SwapReport(tuple(swapped), tuple(kept))
+
+
+@torch.no_grad()
+def _write_back(values: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in values:
+        tensor.copy_(value)
 
 
 def restore_(model: nn.Module) -> tuple[str, ...]:
@@ -140,14 +154,14 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
         )
     record = records.pop()
     replace_modules(model, record.modules)
-    with torch.no_grad():
-        for tensor, value in record.values:
-            tensor.copy_(value)
+    _write_back(record.values)
     return tuple(record.modules)
 
 
-def plain_norm(site: Site) -> Norm:
+def plain_norm(site: Site, nearest: bool = False) -> Norm:
     """The site's norm as one of normsmith's own that computes the same, with the same parameters where they mean it.
+
+    With `nearest`, an eps that is 0 or stands elsewhere than in the root is replaced by that which comes closest.
 
     Raises:
         InputError: it is neither a normsmith norm nor a LayerNorm or RMSNorm in the usual form.
@@ -155,13 +169,16 @@ def plain_norm(site: Site) -> Norm:
     module, facts = site.module, site.facts
     if isinstance(module, Norm):
         return module
-    if not facts.plain or len(facts.shape) != 1 or not facts.eps:
+    usual = facts.plain and bool(facts.eps)
+    if len(facts.shape) != 1 or not (usual or (nearest and facts.kind in ("layernorm", "rmsnorm"))):
         raise InputError(f"{site.name}: {type(module).__name__} is not a LayerNorm or RMSNorm in the usual form")
+    eps = facts.eps or 0.0
+    eps = max(eps if facts.eps_position == "inside" else eps**2, _SMALLEST_EPS)
     affine, bias = facts.weight is not None, facts.bias is not None
     if facts.centred:
-        new: Norm = LayerNorm(facts.width, LayerNormConfig(eps=facts.eps, affine=affine or bias, bias=bias))
+        new: Norm = LayerNorm(facts.width, LayerNormConfig(eps=eps, affine=affine or bias, bias=bias))
     else:
-        new = RMSNorm(facts.width, RMSNormConfig(eps=facts.eps, affine=affine, cast_first=facts.cast_first))
+        new = RMSNorm(facts.width, RMSNormConfig(eps=eps, affine=affine, cast_first=facts.cast_first))
     device = next((t.device for t in _tensors(module)), None)
     new.to(device=device)
     for name, theirs in (("gamma", facts.weight), ("beta", facts.bias)):
@@ -182,25 +199,25 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _cannot(site: Site, target: NormConfig, given: set[str]) -> str:
+def _cannot(site: Site, target: NormConfig, given: dict[str, Any], ran: bool) -> str:
     module = site.module
     if any(t.is_meta for t in module.parameters()) and hasattr(module, "_hf_hook"):
         raise InputError(f"{site.name} is offloaded: load the model on a device to change its norms")
     if len(site.facts.shape) != 1 or not site.width:
         return f"normalises over {site.facts.shape or 'an unknown width'}, not over one axis"
-    if isinstance(module, Norm) and module.config.kind == target.kind:
-        wanted = {**module.config.to_dict(), **{k: getattr(target, k) for k in given}}
-        if wanted == module.config.to_dict():
-            return f"already {target.kind}"
+    options = module.config.to_dict() if isinstance(module, Norm) else {}
+    if options.get("kind") == target.kind and {**options, **given} == options:
+        return f"already {target.kind}"
+    if site.kind == "other" and not ran:
+        return f"is neither LayerNorm nor RMSNorm ({type(module).__name__}), and without a run its input is unknown"
     return ""
 
 
 def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str) -> Norm:
     cls = norms.get(target.kind)
     old, device = site.module, next((t.device for t in _tensors(site.module)), torch.device("cpu"))
-    startable = init == "match" and (isinstance(old, Norm) or (site.facts.plain and bool(site.facts.eps)))
-    if startable:
-        source = plain_norm(site)
+    if init == "match" and (isinstance(old, Norm) or site.kind in ("layernorm", "rmsnorm")):
+        source = plain_norm(site, nearest=True)
         options = {**shared_options(cls, source).to_dict(), **given, "kind": target.kind}
         new: Norm = cls.from_site(source, site.width, cls.Config(**options))
     else:
@@ -210,9 +227,9 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
     if any(True for _ in old.parameters()) and not any(p.requires_grad for p in old.parameters()):
         for parameter in own:
             parameter.requires_grad_(False)
-    for name in _HOOKS:
+    for name in _HOOKS:  # the same dictionaries, so that the handle of a hook still removes it
         if name in old.__dict__:
-            new.__dict__[name] = copy.copy(old.__dict__[name])
+            new.__dict__[name] = old.__dict__[name]
     if hasattr(old, "_hf_hook"):
         from accelerate.hooks import add_hook_to_module
 
@@ -220,21 +237,29 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
     return new.train(old.training)
 
 
-def _record_inputs(model: nn.Module, sites: list[Site], example: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Input and output of every site on the example, detached; empty for a model without values."""
-    if any(p.is_meta for p in model.parameters()):
-        return {}
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+def _record_inputs(
+    model: nn.Module, sites: list[Site], example: Any
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
+    """Input and output of every site on the example, detached, and sites that are called as no norm can be.
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x = next((a for a in args if isinstance(a, Tensor)), None)
-            if x is not None and isinstance(output, Tensor):
-                seen[name] = (x.detach().clone(), output.detach().clone())
+    Both are empty for a model without values.
+    """
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    unusual: dict[str, str] = {}
+    if any(p.is_meta for p in model.parameters()):
+        return seen, unusual
+
+    def hook_for(site: Site) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            reason = _unusual_call(site, args, kwargs, output)
+            if reason:
+                unusual[site.name] = reason
+            else:
+                seen[site.name] = (args[0].detach().clone(), output.detach().clone())
 
         return hook
 
-    handles = [site.module.register_forward_hook(hook_for(site.name)) for site in sites]
+    handles = [site.module.register_forward_hook(hook_for(site), with_kwargs=True) for site in sites]
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
@@ -244,7 +269,19 @@ def _record_inputs(model: nn.Module, sites: list[Site], example: Any) -> dict[st
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
-    return seen
+    return seen, unusual
+
+
+def _unusual_call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str:
+    """Why a norm of another kind could not be called as this one was, or an empty string."""
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+        given = [*("a tensor" if isinstance(a, Tensor) else repr(a) for a in args), *(f"{k}=…" for k in kwargs)]
+        return f"is called with ({', '.join(given)}), not with one tensor"
+    if not isinstance(output, Tensor) or output.shape != args[0].shape:
+        return "its output has not the shape of its input"
+    if args[0].shape[-1] != site.width:
+        return f"normalises over {site.width} entries of another axis than the last, which has {args[0].shape[-1]}"
+    return ""
 
 
 @torch.no_grad()
@@ -265,6 +302,7 @@ def replace_modules(model: nn.Module, new: Mapping[str, nn.Module | None]) -> No
         # A parent that lists the attribute among its `sites` does without; any other calls what it finds there.
         gone = None if leaf in getattr(type(parent), "sites", {}) else nn.Identity()
         setattr(parent, leaf, gone if module is None else module)
+    update_fused_forms(model)
 
 
 def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from normsmith.errors import InputError
@@ -12,6 +13,7 @@ from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules.controller import TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
+from normsmith.surgery.native import keep_changes
 from normsmith.surgery.swap import plain_norm, replace_modules
 
 _TAPERED = {
@@ -20,6 +22,8 @@ _TAPERED = {
 }
 
 
+@torch.inference_mode(False)  # parameters made in inference mode could never be trained
+@torch.no_grad()
 def taper_(
     model: nn.Module,
     config: TaperConfig | dict[str, Any] | None = None,
@@ -67,7 +71,9 @@ def taper_(
     anchor = None if final is None else new.get(final.name, final.module)
     close_controllers(model)  # of an earlier taper, whose schedule this one replaces
     controller = TaperController(config, new, anchor, steps)
+    controller.watch_padding(getattr(model, "_orig_mod", model))
     replace_modules(model, new)
+    keep_changes(model)
     return controller
 
 

@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):
 
     # -- module boundaries
 
-    def enter(self, name: str, args: tuple[Any, ...]) -> None:
+    def enter(self, name: str, args: list[Any]) -> None:
         self.ran.add(name)
         self.stack.append(name)
         if name in self.sites:
@@ -70,7 +70,7 @@ class _Watch(TorchDispatchMode):
                 self._site_input(self.uses[name], args)
             self.inside.append(name)
 
-    def _site_input(self, use: Use, args: tuple[Any, ...]) -> None:
+    def _site_input(self, use: Use, args: list[Any]) -> None:
         use.order = use.order or sum(u.runs for u in self.uses.values()) + 1
         use.runs += 1
         if use.runs == 1:
@@ -90,16 +90,20 @@ class _Watch(TorchDispatchMode):
         if id(source) in self.features:
             self.uses[self.features[id(source)][0]].others.append("another norm")
 
-    def leave(self, name: str, output: Any) -> None:
+    def leave(self, name: str, args: list[Any], output: Any) -> Any:
+        """The module's output, as a tensor of its own where a norm hands its input through."""
         self.stack.pop()
         if name not in self.sites:
-            return
+            return output
+        if any(output is a for a in args) and isinstance(output, Tensor):
+            output = output.view_as(output)  # else whoever reads the input would be taken for a reader of the norm
         self.inside.pop()
         if not self.inside and isinstance(output, Tensor):
             self.results.pop(id(output), None)
             shadow = torch.arange(output.shape[-1]).expand(output.shape)
             self.features[id(output)] = (name, shadow, 1.0)
             self.alive.append(output)
+        return output
 
     # -- operations
 
@@ -286,8 +290,10 @@ class _Watch(TorchDispatchMode):
         module = self.stack[-1]
         owner = self.model.get_submodule(module)
         weight = self.weights.named[name]
-        if getattr(owner, "weight", None) is weight and "bias" in getattr(owner, "_parameters", {}):
-            return Reader(module, name, axis, bounds, f"{module}.bias", None, True, factor)
+        whole = bounds == tuple((0, size) for size in weight.shape)
+        if whole and getattr(owner, "weight", None) is weight and "bias" in getattr(owner, "_parameters", {}):
+            bias = f"{module}.bias" if module else "bias"
+            return Reader(module, name, axis, bounds, bias, None, True, factor)
         view = None if added is None else self.weights.view(added)
         if view is not None and view.ndim == 1:
             return Reader(module, name, axis, bounds, self.weights.name(view), self.weights.span(view), False, factor)
@@ -313,12 +319,12 @@ def trace(model: nn.Module, sites: Mapping[str, nn.Module], run: Callable[[], An
     modes = {module: module.training for module in model.modules()}
     handles: list[Any] = []
 
-    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            watch.enter(name, args)
+    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            watch.enter(name, [*args, *kwargs.values()])
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            watch.leave(name, output)
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return watch.leave(name, [*args, *kwargs.values()], output)
 
         return enter, leave
 
@@ -326,8 +332,8 @@ def trace(model: nn.Module, sites: Mapping[str, nn.Module], run: Callable[[], An
     try:
         for name, module in model.named_modules():
             enter, leave = hooks(name)
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
         torch.backends.mha.set_fastpath_enabled(False)  # fused into one operation, nothing could be seen
         model.eval()
         with torch.no_grad(), watch:

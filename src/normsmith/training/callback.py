@@ -9,6 +9,7 @@ from transformers.trainer_callback import ExportableState
 
 from normsmith.errors import InputError
 from normsmith.schedules import Controller
+from normsmith.training.optim import untrained_names
 
 
 class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[reportUnsafeMultipleInheritance]
@@ -25,7 +26,8 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Tell the schedule how long the run is; continue it where a checkpoint stopped."""
+        """Check the optimiser, tell the schedule how long the run is; continue it where a checkpoint stopped."""
+        _check_optimizer(kwargs.get("optimizer"), kwargs.get("model"))
         if self.controller is None:
             if hasattr(self, "controller_state"):
                 raise InputError(
@@ -73,3 +75,13 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
         """What a checkpoint stores."""
         attributes = {} if self.controller is None else {"controller_state": self.controller.state_dict()}
         return {"args": {}, "attributes": attributes}
+
+
+def _check_optimizer(optimizer: Any, model: Any) -> None:
+    if optimizer is None or model is None or not (missing := untrained_names(optimizer, model)):
+        return
+    names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    raise InputError(
+        f"the optimizer does not train {names}: it was made before the model was changed; call "
+        "rebind_optimizer_(optimizer, model), or make the optimizer after the swap"
+    )

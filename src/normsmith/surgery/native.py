@@ -1,0 +1,217 @@
+"""Save a changed Hugging Face model so that it can never be reloaded as what it was.
+
+The folder brings a small modelling file along: the stock class, with the changed sites put in before the weights are
+loaded. Its `model_type` is its own, so that loading without `trust_remote_code=True` fails with transformers' message
+instead of silently building the old architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from normsmith.errors import InputError
+from normsmith.norms import Norm, norms
+from normsmith.surgery.bundle import bundle_norms, norm_spec
+
+MODELLING_FILE = "modeling_normsmith.py"
+
+_CODE = '''"""{base} with other norms, written by normsmith {version}; needs PyTorch and transformers only.
+
+Load with {auto}.from_pretrained(folder, trust_remote_code=True).
+"""
+
+from __future__ import annotations
+
+{norms}
+
+from transformers import {config}, {base}
+
+
+class {prefix}{config}({config}):
+    """{config} with the list of changes under `normsmith`."""
+
+    model_type = "{model_type}"
+
+
+class {prefix}{base}({base}):
+    """{base} whose norms are as `config.normsmith` says."""
+
+    config_class = {prefix}{config}
+    _keep_in_fp32_modules_strict = {keep}
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        for name, spec in config.normsmith["sites"].items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(parent), leaf, nn.Identity() if spec is None else KINDS[spec["kind"]](spec))
+        for name, size in config.normsmith["biases"].items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(parent), leaf, nn.Parameter(torch.zeros(size)))
+        for name, attributes in config.normsmith["attributes"].items():
+            for attribute, value in attributes.items():
+                setattr(self.get_submodule(name), attribute, value)
+'''
+
+
+def stock_class(model: nn.Module) -> type[Any] | None:
+    """The class of transformers that the model is, or was before it was changed and saved; None for any other model."""
+    return next((c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")), None)
+
+
+def changes(model: Any) -> dict[str, Any]:
+    """How the model differs from what its stock class would build from its configuration.
+
+    Returns:
+        `sites` (name → spec of the norm there, None if removed), `biases` (name → shape) and `attributes` (name → eps
+        values that differ). All empty for an unchanged model.
+
+    Raises:
+        InputError: the class is not one of transformers', or something else than norms and biases was changed.
+    """
+    base = stock_class(model)
+    if base is None:
+        raise InputError(
+            f"{type(model).__name__} is no class of transformers: save its state_dict() and its code yourself"
+        )
+    with torch.device("meta"):
+        twin = base(model.config)
+    stock, found = dict(twin.named_modules(remove_duplicate=False)), {"sites": {}, "biases": {}, "attributes": {}}
+    for name, module in model.named_modules(remove_duplicate=False):
+        there = stock.get(name)
+        if there is None or type(module) is type(there) or not name:
+            if there is not None and name and (eps := _eps(module)) != _eps(there):
+                found["attributes"][name] = {k: v for k, v in eps.items() if v != _eps(there).get(k)}
+        elif isinstance(module, Norm):
+            found["sites"][name] = norm_spec(module)
+        elif isinstance(module, nn.Identity):
+            found["sites"][name] = None
+        else:
+            raise InputError(
+                f"{name} is a {type(module).__name__} where {base.__name__} has a {type(there).__name__}: the native "
+                "format can describe norms only"
+            )
+    mine, theirs = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(twin.named_parameters(remove_duplicate=False)),
+    )
+    below = tuple(f"{name}." for name in found["sites"])
+    new = [name for name in mine if name not in theirs and not name.startswith(below or ("\0",))]
+    if wrong := [n for n in new if not n.endswith("bias")]:
+        raise InputError(
+            f"{wrong[0]} is a parameter that {base.__name__} has not: the native format cannot describe it"
+        )
+    found["biases"] = {name: list(mine[name].shape) for name in new}
+    return found
+
+
+def _eps(module: nn.Module) -> dict[str, float]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, float) and ("eps" in k.lower())}
+
+
+def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
+    """Write the model with its modelling file; an unchanged model is written as transformers does.
+
+    `AutoModelFor….from_pretrained(folder, trust_remote_code=True)` loads it, also where normsmith is not installed.
+
+    Args:
+        model: a model of transformers whose norms were swapped, tapered or folded.
+        folder: where to write.
+        kwargs: passed on to `save_pretrained`.
+
+    Raises:
+        InputError: see `changes`.
+    """
+    import transformers
+
+    import normsmith
+
+    found, base = changes(model), cast("type[Any]", stock_class(model))
+    config = next(c for c in type(model.config).__mro__ if c.__module__.startswith("transformers.models."))
+    if not any(found.values()):
+        base.save_pretrained(model, folder, **kwargs)
+        if config is not type(model.config):  # it was changed when it was loaded, and has been restored since
+            stock = {"model_type": config.model_type, "architectures": [base.__name__]}
+            _rewrite(Path(folder) / "config.json", stock, ("auto_map", "normsmith"))
+        return
+    kinds = {spec["kind"]: norms.get(spec["kind"]) for spec in found["sites"].values() if spec is not None}
+    wide = [n for n in found["sites"] if any(p.dtype != model.dtype for p in model.get_submodule(n).parameters())]
+    autos = _auto_classes(transformers, base, config)
+    model_type = f"normsmith_{config.model_type}"
+    code = _CODE.format(
+        base=base.__name__,
+        config=config.__name__,
+        prefix="Normsmith",
+        version=normsmith.__version__,
+        norms=bundle_norms(kinds).strip(),
+        model_type=model_type,
+        keep=[*(base._keep_in_fp32_modules_strict or ()), *wide] or None,
+        auto=autos[0],
+    )
+    # The names of the running model, not those of an older checkpoint format that is chosen by model_type.
+    base.save_pretrained(model, folder, **{**kwargs, "save_original_format": False})
+    path = Path(folder)
+    (path / MODELLING_FILE).write_text(code, encoding="utf-8")
+    module = MODELLING_FILE.removesuffix(".py")
+    auto_map = {"AutoConfig": f"{module}.Normsmith{config.__name__}"}
+    auto_map |= dict.fromkeys(autos, f"{module}.Normsmith{base.__name__}")
+    entries = {"model_type": model_type, "architectures": [f"Normsmith{base.__name__}"]}
+    _rewrite(path / "config.json", {**entries, "auto_map": auto_map, "normsmith": found}, ())
+
+
+def _rewrite(path: Path, entries: dict[str, Any], without: tuple[str, ...]) -> None:
+    written = json.loads(path.read_text(encoding="utf-8")) | entries
+    kept = {key: written[key] for key in sorted(written) if key not in without}
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _auto_classes(transformers: Any, base: type, config: type) -> list[str]:
+    """The Auto classes that would build `base` for `config`."""
+    found: list[str] = []
+    for name in dir(transformers.models.auto.modeling_auto):
+        mapping = getattr(getattr(transformers.models.auto.modeling_auto, name), "_model_mapping", None)
+        if name.startswith("AutoModel") and mapping is not None and config in mapping:
+            classes = mapping[config]
+            if base in (classes if isinstance(classes, tuple) else (classes,)):
+                found.append(name)
+    return found or ["AutoModel"]
+
+
+def adopt_(model: Any) -> None:
+    """Put normsmith's own norms where a model loaded from a native folder has those of its modelling file. In place."""
+    sites = getattr(getattr(model, "config", None), "normsmith", {}).get("sites", {})
+    for name, spec in sites.items():
+        parent, _, leaf = name.rpartition(".")
+        owner, theirs = model.get_submodule(parent), model.get_submodule(name)
+        if spec is None or isinstance(theirs, Norm):
+            continue
+        cls = norms.get(spec["kind"])
+        ours: Norm = cls(spec["attributes"]["width"], cls.Config(**spec["options"]))
+        for key, tensor in [*theirs.named_parameters(recurse=False), *theirs.named_buffers(recurse=False)]:
+            setattr(ours, key, tensor)
+        setattr(owner, leaf, ours.train(theirs.training))
+    if sites:
+        keep_changes(model)
+
+
+class NativeSaver:
+    """Stands in for `save_pretrained` of one changed model, so that no caller (a Trainer's checkpoint, for instance)
+    writes a folder that would be read as the old architecture.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """As `PreTrainedModel.save_pretrained`."""
+        save_native(self.model, save_directory, **kwargs)
+
+
+def keep_changes(model: nn.Module) -> None:
+    """From now on let `model.save_pretrained` write the native format, if the model is one of transformers'."""
+    if stock_class(model) is not None and hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = NativeSaver(model)

@@ -1,0 +1,7 @@
+"""Models this small are faster on one thread."""
+
+from __future__ import annotations
+
+from tests.tiny import one_thread
+
+__all__ = ["one_thread"]
