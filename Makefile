@@ -11,7 +11,7 @@ export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= true
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-browser check lint types format clean
+.PHONY: help install demo test test-slow test-browser docs-families check lint types format clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "normsmith needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; rm -rf $(VENV); exit 1; }
 	@echo "installing the pinned packages into $(VENV) (once, a few minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser,onnx]'
 	@touch $@
 
 install: $(VENV)/.installed ## make .venv with the pinned packages
@@ -38,6 +38,9 @@ test-slow: $(VENV)/.installed ## studies that take long
 
 test-browser: $(VENV)/.installed ## the report in headless Chromium (apt install chromium)
 	@$(BIN)/python -m pytest -m browser
+
+docs-families: $(VENV)/.installed ## write docs/families.md from what the tests find
+	@NORMSMITH_WRITE_DOCS=1 $(BIN)/python -m pytest tests/surgery/test_families.py
 
 lint: $(VENV)/.installed ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -76,3 +76,20 @@ class Registry(Generic[T]):
         }
         entry: Any = self.get(kind)
         return cast("Config", getattr(entry, "Config", entry)(**merged))
+
+
+def parse_spec(text: str) -> str | dict[str, Any]:
+    """Turn `name:key=value,key=value`, as written on a command line, into a name or a mapping with `kind`.
+
+    >>> parse_spec("rmsnorm:eps=1e-5")
+    {'kind': 'rmsnorm', 'eps': '1e-5'}
+
+    Values stay text; the configuration of the entry reads them.
+    """
+    name, colon, options = text.partition(":")
+    if not colon:
+        return name
+    pairs = [pair.partition("=") for pair in options.split(",")]
+    if wrong := next((key for key, equals, _ in pairs if not (key.strip() and equals)), None):
+        raise ConfigError(f"{text!r}: {wrong!r} is no setting; write name:key=value,key=value")
+    return {"kind": name, **{key.strip(): value.strip() for key, _, value in pairs}}

@@ -3,6 +3,7 @@
 from normsmith.bench.decode import LABELS, DecodeSpeed, bench_decode, check_agreement, decode_family, greedy_decode
 from normsmith.bench.imports import bench_import
 from normsmith.bench.ops import bench_sphere_update, bench_training_step
+from normsmith.bench.removal import bench_removal
 from normsmith.bench.timing import Timing, interleave, seconds_of
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Timing",
     "bench_decode",
     "bench_import",
+    "bench_removal",
     "bench_sphere_update",
     "bench_training_step",
     "check_agreement",

@@ -21,7 +21,10 @@ from normsmith.errors import UnknownNameError
 VERBS = {
     "demo": "Train three arms on real text, fold one, measure, write a report.",
     "train": "Train what a recipe says.",
-    "fold": "Absorb a tapered model's norms into its linear layers.",
+    "inspect": "List a model's norms; with a text, audit how removable each one is.",
+    "swap": "Replace a model's norms by another kind.",
+    "fold": "Absorb norms, or their gains and shifts, into the linear layers beside them.",
+    "convert": "Write a changed model as native, stock or ONNX.",
     "bench": "Measure speed: decode, ops, step, import.",
     "ls": "List norms, connections, schedules, presets, recipes.",
     "validate": "Check a recipe without running it.",
