@@ -338,3 +338,13 @@ def test_probing_leaves_no_trace() -> None:
     assert norm.training
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    module = transformers.models.llama.modeling_llama.LlamaRMSNorm(16)
+    expected = norm_facts(module)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert norm_facts(module) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

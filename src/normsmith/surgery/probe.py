@@ -135,7 +135,9 @@ def _copy(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     for name in _HOOKS:
         twin.__dict__[name] = OrderedDict()
     twin.__dict__["_parameters"] = {
-        name: None if p is None else nn.Parameter((torch.rand(p.shape, generator=generator) + 0.5).to(dtype))
+        name: None
+        if p is None
+        else nn.Parameter((torch.rand(p.shape, generator=generator, dtype=torch.float32) + 0.5).to(dtype))
         for name, p in module.__dict__["_parameters"].items()
     }
     twin.__dict__["_buffers"] = {
@@ -159,7 +161,7 @@ def _probe(module: nn.Module, shape: tuple[int, ...]) -> NormFacts | None:
 
 def _inputs(shape: tuple[int, ...], size: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 3, *shape, generator=generator) + 0.7  # a mean, so that centring shows
+    x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32) + 0.7  # a mean, so that centring shows
     return size * x
 
 
