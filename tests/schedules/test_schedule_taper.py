@@ -231,7 +231,7 @@ def test_padding_free_statistics_survive_a_thousand_bfloat16_steps() -> None:
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (lambda: small(connection="post"), TaperConfig(), "no pre norm to taper"),
+        (lambda: small(connection="post"), TaperConfig(), "not a pre-norm model: 3 norms also feed the residual"),
         (lambda: small(connection="sphere"), TaperConfig(), "no pre norm to taper"),
         (lambda: small(norm="identity"), TaperConfig(), "no norm of a known kind"),
         (lambda: small(norm="dyt"), TaperConfig(), "is a dyt; only RMSNorm and LayerNorm"),

@@ -23,6 +23,7 @@ VERBS = {
     "train": "Train what a recipe says.",
     "inspect": "List a model's norms; with a text, audit how removable each one is.",
     "swap": "Replace a model's norms by another kind.",
+    "taper": "Remove a pretrained model's norms by fine-tuning; fold, verify, measure.",
     "fold": "Absorb norms, or their gains and shifts, into the linear layers beside them.",
     "convert": "Write a changed model as native, stock or ONNX.",
     "bench": "Measure speed: decode, ops, step, import.",

@@ -76,6 +76,12 @@ class TaperController(Controller):
         self.config, self.sites, self.anchor = config, dict(sites), anchor
         if steps is not None:
             config.span(steps)
+        if config.order is not None and set(config.order) != set(self.sites):
+            wrong = sorted(set(config.order) ^ set(self.sites))
+            raise InputError(
+                f"order must name every tapered site once: {wrong[0]} is only in "
+                f"{'order' if wrong[0] in config.order else 'the model'}"
+            )
         device = next(iter(self.sites.values())).scale.device
         self.moments = torch.zeros(len(self.sites), 2, device=device)  # moving averages of ‖x⊙γ‖²/s and ‖x⊙γ‖²
         self.target = torch.zeros((), device=device)  # moving average of the anchor's scale, frozen at the start
@@ -125,14 +131,13 @@ class TaperController(Controller):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One optimiser step is complete: update the calibration or freeze it, and move the gate."""
+        """One optimiser step is complete: update the calibration or freeze it, and move the gates."""
         super().step()
         self._take_scales()
-        start, _ = self.config.span(self.length())
-        if self.completed <= start:
-            self._average()
-        if self.completed == start:
-            self._calibrate()
+        starts = [start for start, _ in self._windows()]
+        if self.completed <= max(starts):
+            self._average(starts)
+            self._calibrate([i for i, start in enumerate(starts) if start == self.completed])
         self._observed.zero_()
         for norm in self.sites.values():
             norm.sum_scaled.zero_()
@@ -140,7 +145,21 @@ class TaperController(Controller):
             norm.batches.zero_()
         self._set_gates()
 
-    def _average(self) -> None:
+    def _windows(self) -> list[tuple[float, float]]:
+        steps, count, order = self.length(), len(self.sites), self.config.order
+        places = {name: i for i, name in enumerate(order or self.sites)}
+        return [self.config.window(steps, places[name], count) for name in self.sites]
+
+    def _weight(self, start: float) -> float:
+        """The new sample's weight in averages that are frozen at `start`; 0 where it is not averaged."""
+        if self.completed > start:
+            return 0.0
+        if self.config.calibration == "ema":
+            return self.config.momentum
+        number = self.completed - max(0.0, start - self.config.calibration_steps)
+        return 1 / number if number > 0 else 0.0
+
+    def _average(self, starts: list[float]) -> None:
         device = self.moments.device
         rows = [torch.stack((n.sum_scaled, n.sum_power)).to(device) / n.batches.to(device) for n in self.sites.values()]
         scale = self._observed[0] / self._observed[1].clamp_min(1)
@@ -148,36 +167,46 @@ class TaperController(Controller):
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(new)
             new /= distributed.get_world_size()
-        self.moments.lerp_(new[:-1].view_as(self.moments), self.config.momentum)
-        self.target.lerp_(new[-1], self.config.momentum)
+        weights = torch.tensor([self._weight(start) for start in starts], device=device)[:, None]
+        # Not a product with the weight: where it is 0, what is averaged no longer may be anything.
+        self.moments.copy_(
+            torch.where(weights > 0, self.moments.lerp(new[:-1].view_as(self.moments), weights), self.moments)
+        )
+        self.target.lerp_(new[-1], self._weight(min(starts)))
 
-    def _calibrate(self) -> None:
-        unbiased = self.moments / (1 - (1 - self.config.momentum) ** self.completed)
+    def _calibrate(self, places: list[int]) -> None:
+        if not places:
+            return
+        ema = self.config.calibration == "ema"
+        share = 1 - (1 - self.config.momentum) ** self.completed if ema else 1.0  # of the averages that is not zero
+        unbiased = self.moments / share
         scales = unbiased[:, 0] / (unbiased[:, 1] + 1e-12)
-        if not bool(torch.isfinite(scales).all()) or bool((unbiased[:, 1] == 0).any()):
-            broken = next(
-                n for n, c, m in zip(self.sites, scales, unbiased[:, 1], strict=True) if not c.isfinite() or m == 0
-            )
+        usable = scales.isfinite() & (unbiased[:, 1] != 0)
+        names, sites = list(self.sites), list(self.sites.values())
+        if broken := [i for i in places if not usable[i]]:
             raise InputError(
-                f"{broken}: no usable statistics by step {self.completed}, so its scale cannot be calibrated; "
-                "run the forward passes of the warm-up in training mode, and check that the loss is finite"
+                f"{names[broken[0]]}: no usable statistics by step {self.completed}, so its scale cannot be "
+                "calibrated; run the forward passes of the warm-up in training mode, and check that the loss is finite"
             )
-        self.target /= 1 - (1 - self.config.momentum) ** self.completed
-        for norm, scale in zip(self.sites.values(), scales, strict=True):
-            norm.scale.copy_(scale)
-            norm.gamma_tilde.copy_(norm.gamma)
+        if self.completed == self.config.span(self.length())[0]:
+            self.target /= share
+        for i in places:
+            sites[i].scale.copy_(scales[i])
+            sites[i].gamma_tilde.copy_(sites[i].gamma)
 
     def _set_gates(self) -> None:
-        gate = self.config.gate(self.completed, self.length())
-        begun = self.completed >= self.config.span(self.length())[0]
-        for norm in self.sites.values():
+        steps, count, order = self.length(), len(self.sites), self.config.order
+        places = {name: i for i, name in enumerate(order or self.sites)}
+        for (name, norm), (start, _) in zip(self.sites.items(), self._windows(), strict=True):
+            gate = self.config.gate(self.completed, steps, places[name], count)
+            final = self.completed >= start and self.config.evaluate == "final"
             norm.gate.fill_(gate)
-            norm.gate_eval.fill_(0.0 if begun and self.config.evaluate == "final" else gate)
+            norm.gate_eval.fill_(0.0 if final else gate)
 
     def progress(self) -> dict[str, float]:
-        """The gate; from the start of the taper also the target of the scale loss."""
-        first = next(iter(self.sites.values()))
-        logged = {"gate": float(first.gate)}
+        """The mean gate; from the start of the taper also the target of the scale loss."""
+        gates = torch.stack([norm.gate for norm in self.sites.values()]).double()
+        logged = {"gate": float(gates.mean())}
         if self.anchor is not None and self.steps and self.completed >= self.config.span(self.steps)[0]:
             logged["scale_target"] = float(self.target)
         return logged

@@ -14,6 +14,7 @@ from normsmith.schedules.controller import TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.native import keep_changes
+from normsmith.surgery.select import select_sites
 from normsmith.surgery.swap import plain_norm, replace_modules
 
 _TAPERED = {
@@ -78,8 +79,17 @@ def taper_(
 
 
 def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
+    post = [site.name for site in sites if site.role == "post"]
+    if config.where is None and len(post) > sum(site.role == "pre" for site in sites):
+        raise InputError(
+            f"not a pre-norm model: {len(post)} norms also feed the residual stream ({', '.join(post[:3])}"
+            f"{', …' if post[3:] else ''}), so no fixed scaling of them can be folded; choose single sites with where=, "
+            "or train a pre-norm model"
+        )
     roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.placement]
     chosen = [site for site in sites if site.role in roles]
+    if chosen and config.where is not None:
+        chosen = select_sites(Sites(chosen), config.where)
     if not chosen:
         found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else NONE_FOUND
         raise InputError(f"no {' or '.join(roles)} norm to taper with placement={config.placement!r}: {found}")

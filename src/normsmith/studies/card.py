@@ -1,0 +1,54 @@
+"""The card of a model whose norms were removed."""
+
+from __future__ import annotations
+
+from normsmith.report import Results, markdown_table
+from normsmith.surgery import FoldReport
+
+
+def model_card(results: Results, report: FoldReport, base: str) -> str:
+    """Markdown with the numbers, what was removed, and the command that repeats it."""
+    kept = "\n".join(f"- `{name}`: {why}" for name, why in report.kept) or "- none"
+    decode = "\n".join(
+        f"| {r.label} | {r.median:.0f} | {r.low:.0f} – {r.high:.0f} | {r.ratio:.2f} |" for r in results.decode
+    )
+    settings = "\n".join(f"- {name}: {value}" for name, value in results.data.items())
+    return f"""---
+base_model: {base}
+tags: [normsmith, norm-free]
+---
+
+# {results.title}
+
+{results.summary}
+
+{markdown_table(results)}
+
+Largest relative difference that folding made to the outputs: {report.error or 0.0:.1e}.
+
+| Decoding with a KV cache | tokens/s | quartiles | ratio |
+|---|---:|---:|---:|
+{decode}
+
+## Loading
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)  # runs modeling_normsmith.py beside it
+```
+
+## What was done
+
+Removed: {len(report.removed)} norms. Kept:
+
+{kept}
+
+Data:
+
+{settings}
+
+```
+{results.command}
+```
+"""

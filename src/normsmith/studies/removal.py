@@ -1,0 +1,298 @@
+"""Remove a pretrained model's norms: evaluate, fine-tune while tapering, fold, verify, measure, write."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.utils.data import Dataset
+
+from normsmith.bench import LABELS, DecodeSpeed, bench_decode
+from normsmith.config import Config
+from normsmith.data import DataConfig, PackedWindows, TextData, load_text
+from normsmith.diagnostics import audit_removal
+from normsmith.errors import DivergedError, InputError
+from normsmith.evaluation import language_loss
+from normsmith.folders import check_output, write_folder
+from normsmith.report import Arm, DecodeRow, Point, Results, write_report
+from normsmith.schedules import TaperConfig
+from normsmith.studies.card import model_card
+from normsmith.studies.environment import environment
+from normsmith.surgery import FoldReport, Sites, find_norms, fold_, taper_
+from normsmith.surgery.export import export_model
+from normsmith.surgery.swap import replace_modules
+from normsmith.training import ProgressCallback, Reporter, Trainer, TrainingConfig
+
+
+class RemovalConfig(Config):
+    """How the norms of a pretrained model are removed.
+
+    Args:
+        data: text to fine-tune and evaluate on, as in a recipe; the tokenizer is the model's.
+        training: how the model is fine-tuned.
+        taper: the schedule.
+        order: `together`, or `audit`: one site after the other, the one that a fixed scale explains best first.
+        control: also fine-tune the unchanged model with the same budget, so that what the data did is told apart from
+            what the taper did.
+        windows: validation windows to evaluate on, 0 for all.
+        decode_rounds: measured rounds of the decoding benchmark.
+        seed: of the data order.
+    """
+
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    taper: TaperConfig = TaperConfig()
+    order: Literal["together", "audit"] = "together"
+    control: bool = True
+    windows: int = Field(default=0, ge=0)
+    decode_rounds: int = Field(default=15, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+
+# GPT-2 by number of layers (TaperNorm, arXiv 2602.10408, table 6, with the learning rates of FakeLN, arXiv 2507.02559):
+# steps, end of the learning rate's warm-up, start and end of the taper, peak and last learning rate, λ.
+_GPT2 = {
+    12: (300, 25, 25, 100, 6e-4, 3e-4, 0.1),
+    24: (500, 10, 20, 200, 6e-4, 3e-4, 0.1),
+    36: (600, 30, 30, 500, 3e-4, 4e-5, 0.1),
+    48: (800, 20, 50, 700, 1e-4, 2e-5, 0.01),
+}
+
+
+def preset(model: Any, steps: int | None = None) -> RemovalConfig:
+    """The settings for this model: the paper's for GPT-2 S, M, L and XL, a sensible default for any other.
+
+    With `steps`, the fractions of the run stay and its length changes. The default takes 400 steps: warm-up over the
+    first 5 %, the taper until 80 %, the rest at gate 0.
+    """
+    config = getattr(model, "config", None)
+    row = _GPT2.get(getattr(config, "n_layer", 0)) if getattr(config, "model_type", "") == "gpt2" else None
+    total, warm, start, end, peak, last, scale = row or (400, 20, 20, 320, 5e-4, 0.0, 0.1)
+    training = TrainingConfig(
+        max_steps=steps or total,
+        learning_rate=peak,
+        min_learning_rate_ratio=last / peak,
+        warmup=warm / total,
+        weight_decay=0.01,
+    )
+    taper = TaperConfig(warmup=start / total, end=end / total, momentum=0.1, scale_loss=scale)
+    return RemovalConfig(training=training, taper=taper)
+
+
+# What a row of the decode table is called, so that the speeds of two arms stand in their lines of the result table.
+_ROWS = {"baseline": "original", "tapered": "tapered", "folded": "removed", "twin": "twin"}
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """What came out: the folded model, and every number for card and report."""
+
+    model: nn.Module
+    report: FoldReport
+    results: Results
+
+
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    loss: float
+    seconds: float
+    history: tuple[dict[str, float], ...]
+
+
+def remove_norms(
+    model: Any, source: Path, output: Path, config: RemovalConfig, reporter: Reporter, *, command: str, overwrite: bool
+) -> Removal:
+    """Taper a pretrained causal language model, fold it, and write `output`: the model, its card, its report.
+
+    Raises:
+        InputError: not a pre-norm model, no tokenizer, too little text, a taper that does not fit the run.
+        DivergedError: a loss or the final model is not finite; nothing is written.
+        VerificationError: folding changed the outputs.
+    """
+    check_output(source, output, overwrite)
+    data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
+    validation = _validation(data, config)
+    sites = find_norms(model)
+    taper = _ordered(model, sites, data, config)
+    config.taper.span(config.training.max_steps)
+    reporter.say("evaluating the model as it is")
+    before = language_loss(model, validation, config.training.batch_size)
+    original = copy.deepcopy(model)
+    control = None
+    if config.control:
+        plain = copy.deepcopy(model)
+        control = _train(plain, None, data, validation, config, reporter, "fine-tuning with norms")
+    controller = taper_(model, taper, steps=config.training.max_steps)
+    tapered = _train(model, controller, data, validation, config, reporter, "fine-tuning, norms tapering")
+    whole = copy.deepcopy(model)
+    report = fold_(model, example={"input_ids": _rows(validation, 4)})
+    folded_loss = language_loss(model, validation, config.training.batch_size)
+    if not math.isclose(tapered.loss, folded_loss, rel_tol=1e-3):
+        raise DivergedError(f"folding changed the validation loss from {tapered.loss:.5f} to {folded_loss:.5f}")
+    task = reporter.task("Decoding with a KV cache", config.decode_rounds)
+    family = {"baseline": original, "tapered": whole, "folded": model, "twin": _twin(original, report)}
+    prompt = _rows(validation, 1)[:, :32]
+    speeds = bench_decode(family, prompt, new_tokens=48, rounds=config.decode_rounds, tick=task.update)
+    arms = _arms(original, model, before, control, tapered, folded_loss, report)
+    results = _results(source, config, data, arms, speeds, command)
+    _write(model, source, output, data, results, report, overwrite)
+    return Removal(model, report, results)
+
+
+def _validation(data: TextData, config: RemovalConfig) -> Dataset[Any]:
+    windows = PackedWindows(data.validation, config.data.sequence_length)
+    count = min(config.windows, len(windows))
+    return torch.utils.data.Subset(windows, range(count)) if count else windows
+
+
+def _rows(windows: Any, count: int) -> torch.Tensor:
+    return torch.stack([windows[i]["input_ids"] for i in range(min(count, len(windows)))])
+
+
+def _ordered(model: nn.Module, sites: Sites, data: TextData, config: RemovalConfig) -> TaperConfig:
+    if config.order == "together":
+        return config.taper
+    windows = _rows(PackedWindows(data.train, config.data.sequence_length, config.seed), 32).split(4)
+    roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.taper.placement]
+    found = [r for r in audit_removal(model, windows, sites) if r.role in roles and not r.blocked]
+    names = tuple(r.name for r in sorted(found, key=lambda r: r.order or 0))
+    return config.taper.model_copy(update={"order": names})
+
+
+def _train(
+    model: Any,
+    controller: Any,
+    data: TextData,
+    validation: Dataset[Any],
+    config: RemovalConfig,
+    reporter: Reporter,
+    name: str,
+) -> _Trained:
+    training = config.training
+    arguments = training.arguments(Path("unused"), config.seed)
+    arguments.save_strategy = "no"
+    windows = PackedWindows(data.train, config.data.sequence_length, config.seed, training.sequences)
+    callbacks = [ProgressCallback(reporter, name)]
+    trainer = Trainer(model, arguments, train_dataset=windows, controller=controller, callbacks=callbacks)
+    started = time.monotonic()
+    trainer.train()
+    seconds = time.monotonic() - started
+    loss = language_loss(model.eval(), validation, training.batch_size)
+    if not math.isfinite(loss):
+        raise DivergedError(f"{name}: the validation loss is not finite; lower the learning rate or lengthen the taper")
+    history = tuple(entry for entry in trainer.state.log_history if "loss" in entry)
+    return _Trained(loss, seconds, history)
+
+
+def _twin(original: nn.Module, report: FoldReport) -> nn.Module:
+    """The model that never had the removed norms; its weights differ, its speed is the ceiling."""
+    twin = copy.deepcopy(original).eval()
+    replace_modules(twin, dict.fromkeys(report.removed))
+    return twin
+
+
+def _arms(
+    original: Any,
+    model: Any,
+    before: float,
+    control: _Trained | None,
+    tapered: _Trained,
+    folded_loss: float,
+    report: FoldReport,
+) -> tuple[Arm, ...]:
+    def arm(name: str, label: str, text: str, run: _Trained | None, loss: float, reference: float | None) -> Arm:
+        return Arm(
+            name=name,
+            label=label,
+            description=text,
+            parameters=(model if name == "removed" else original).num_parameters(),
+            seconds=0.0 if run is None else run.seconds,
+            validation_loss=loss,
+            perplexity=math.exp(loss),
+            gap_percent=None if reference is None else 100 * (loss / reference - 1),
+            fold_error=report.error if name == "removed" else None,
+            curve=() if run is None else tuple(_point(entry) for entry in run.history),
+        )
+
+    reference = before if control is None else control.loss
+    arms = [] if control is None else [arm("control", "Fine-tuned with norms", "", control, control.loss, None)]
+    arms.append(arm("original", "As it was", "before any training", None, before, reference if control else None))
+    arms.append(arm("removed", "Norms removed", "tapered and folded", tapered, folded_loss, reference))
+    return tuple(arms)
+
+
+def _point(entry: dict[str, float]) -> Point:
+    return Point(
+        step=int(entry["step"]),
+        loss=entry.get("loss"),
+        gate=entry.get("gate"),
+        learning_rate=entry.get("learning_rate"),
+        scale_loss=entry.get("auxiliary_loss"),
+        gradient_norm=entry.get("grad_norm"),
+    )
+
+
+def _results(
+    source: Path,
+    config: RemovalConfig,
+    data: TextData,
+    arms: tuple[Arm, ...],
+    speeds: list[DecodeSpeed],
+    command: str,
+) -> Results:
+    rows = tuple(
+        DecodeRow(name=_ROWS[s.name], label=LABELS[s.name], median=s.median, low=s.low, high=s.high, ratio=s.ratio)
+        for s in speeds
+    )
+    by_name = {arm.name: arm for arm in arms}
+    ratio = {s.name: s.ratio for s in speeds}["folded"]
+    removed, first = by_name["removed"], by_name["original"]
+    against = f"{removed.gap_percent:+.1f} % against " + (
+        "the model fine-tuned with norms" if "control" in by_name else "the model as it was"
+    )
+    summary = (
+        f"Without its {config.taper.placement} norms the model has a validation loss of {removed.validation_loss:.4f} "
+        f"({against}; {first.validation_loss:.4f} before) and decodes at {ratio:.2f} times the speed. One seed."
+    )
+    return Results(
+        title=f"Norms removed from {source.name}",
+        command=command,
+        summary=summary,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seed=config.seed,
+        data={
+            "source": data.source,
+            "SHA-256": data.data_hash,
+            "train tokens": len(data.train),
+            "validation tokens": len(data.validation),
+            "tokens read per arm": config.training.sequences * config.data.sequence_length,
+        },
+        environment=environment(),
+        recipe=config.to_dict(),
+        arms=arms,
+        decode=rows,
+    )
+
+
+def _write(
+    model: Any, source: Path, output: Path, data: TextData, results: Results, report: FoldReport, overwrite: bool
+) -> None:
+    def fill(folder: Path) -> None:
+        export_model(model, folder)
+        data.tokenizer.save_pretrained(folder)
+        results.save(folder / "results.json")
+        write_report(results, folder / "report.html")
+        (folder / "README.md").write_text(model_card(results, report, source.name), encoding="utf-8")
+
+    try:
+        write_folder(output, fill, overwrite)
+    except OSError as error:
+        raise InputError(f"{output}: cannot be written ({error.strerror or error})") from None
