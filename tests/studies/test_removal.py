@@ -141,7 +141,7 @@ def test_wrong_input_writes_nothing(pretrained: Path, tmp_path: Path, monkeypatc
         return result.err.splitlines()[-1]
 
     assert "not a pre-norm model" in refused(pretrained / "bert", "--data", text, "--no-control")
-    assert "tokens, one window needs 16" in refused(pretrained / "llama", "--data", short)
+    assert "give more text" in refused(pretrained / "llama", "--data", short)
     assert "placement" in refused(pretrained / "llama", "--data", text, "--placement", "inner")
     assert "scale_loss" in refused(pretrained / "llama", "--data", text, "--set", "taper.scale_loss=-1")
     assert "after the run of 12 steps" in refused(pretrained / "llama", "--data", text, "--set", "taper.end_step=99")
