@@ -59,7 +59,7 @@ def test_inspect_audits_on_a_text_and_draws_it(which: str, llama: Path, trained:
     result = normsmith(*arguments)
     assert result.code == 0, result
     assert "unexplained" in result.out
-    assert "without the 4 removable internal norms a one-token forward runs" in result.out
+    assert "without the 4 removable internal norm(s) a one-token forward runs" in result.out
     assert (work / "audit.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(normsmith(*arguments, "--json").out)
     assert sorted(site["order"] for site in found["sites"]) == [1, 2, 3, 4, 5]

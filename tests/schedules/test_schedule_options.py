@@ -11,6 +11,7 @@ import torch
 from normsmith.errors import ConfigError, InputError
 from normsmith.schedules import TaperConfig
 from normsmith.surgery import find_norms, taper_
+from tests.conftest import scramble
 from tests.schedules.test_schedule_taper import small, tapered, train
 
 
@@ -117,3 +118,24 @@ def test_an_order_that_does_not_fit_the_model_is_refused() -> None:
         taper_(small(), TaperConfig(order=("a",), scale_loss=0), steps=20)
     with pytest.raises(ConfigError, match="names a site twice"):
         TaperConfig(order=("a", "a"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("preset", ["llama", "gpt"])
+def test_the_short_cut_at_gate_zero_gives_the_same_bits(preset: str, dtype: torch.dtype) -> None:
+    model = small(preset)
+    taper_(model, TaperConfig(scale_loss=0), steps=20).close()
+    scramble(model)
+    model = model.to(dtype).eval()
+    for norm in tapered(model):
+        norm.gate.zero_()
+        norm.gate_eval.zero_()
+        norm.scale.fill_(0.6)
+        x = torch.randn(3, 5, 32).to(dtype)
+        with torch.no_grad():
+            short = norm(x)
+        assert torch.equal(short, norm(x).detach())  # with gradients the whole mixture is computed
+        norm.train()
+        with torch.no_grad():
+            assert torch.equal(norm(x), short)
+        norm.eval()

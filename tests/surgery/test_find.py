@@ -103,7 +103,7 @@ BLOCKED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "returned": (lambda n, y, x: (n.a(y), y), "the model returns it"),
     "nonlinearity": (lambda n, y, x: n.a(torch.relu(y)), "relu"),
     "softmax": (lambda n, y, x: n.a(y.softmax(-1)), "softmax"),
-    "attention without weights": (lambda n, y, x: n.a(y @ y.transpose(1, 2) @ y), "a product of activations"),
+    "attention without weights": (lambda n, y, x: n.a(y @ y.transpose(1, 2) @ y), "a product with activations or a"),
     "in place": (lambda n, y, x: n.a(y.add_(1.0)), "stream"),
     "in place on a view": (lambda n, y, x: [y[:, 0].zero_(), n.a(y)][1], "zero_"),
     "a part of the features": (lambda n, y, x: n.narrow(y[..., : D // 2]), "narrow reads a part of its features"),
@@ -274,7 +274,7 @@ def test_an_error_in_the_forward_pass_leaves_nothing_behind() -> None:
     model = Fails(FOLDABLE["linear"]).train()
     model.b.eval()
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    with pytest.raises(ValueError, match="no such luck"):
+    with pytest.raises(InputError, match="no such luck"):
         find_norms(model, X)
     assert [model.training, model.a.training, model.b.training] == [True, True, False]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

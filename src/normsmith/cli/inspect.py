@@ -47,6 +47,8 @@ def inspect(
         raise InputError("--picture shows the audit: give a text with --text")
     if picture is not None and picture.suffix not in (".png", ".svg"):
         raise InputError(f"{picture}: the picture must end in .png or .svg")
+    if picture is not None and not picture.parent.is_dir():
+        raise InputError(f"{picture}: there is no folder {picture.parent}")
     loaded = load_any(model, trust_remote_code)
     sites = find_norms(loaded)
     if text is None:
@@ -108,7 +110,7 @@ def _text(found: list[Removability], saving: float, picture: Path | None) -> str
     count = sum(r.order is not None and r.role != "final" for r in found)
     lines = [text_table(header, rows), ""]
     lines.append(
-        f"without the {count} removable internal norms a one-token forward runs {saving:.2f} times as fast here"
+        f"without the {count} removable internal norm(s) a one-token forward runs {saving:.2f} times as fast here"
     )
     lines += [] if picture is None else [f"picture: {picture}"]
     return "\n".join(lines)

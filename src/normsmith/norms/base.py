@@ -43,6 +43,7 @@ class Norm(nn.Module):
     kind: ClassVar[str]  # the registry name, set by registration
     Config: ClassVar[type[NormConfig]] = NormConfig
     centred: ClassVar[bool] = False  # whether the token's mean is subtracted first
+    gain_last: ClassVar[bool] = False  # whether it ends with ⊙ gamma + beta, so that these can move into the readers
 
     def __init__(self, width: int, config: NormConfig | None = None, **options: Any) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ class DyT(Norm):
     """γ ⊙ tanh(α·x) + β with one scalar α (Zhu et al., arXiv 2503.10622); tanh in float32."""
 
     Config = DyTConfig
+    gain_last = True
     config: DyTConfig
     beta: nn.Parameter | None
 

@@ -26,6 +26,7 @@ class LayerNorm(Norm):
     """(x − mean) / √(var + eps) ⊙ γ + β, biased variance (Ba et al., arXiv 1607.06450)."""
 
     Config = LayerNormConfig
+    gain_last = True
     centred = True
     config: LayerNormConfig
     gamma: nn.Parameter | None

@@ -30,6 +30,7 @@ class RMSNorm(Norm):
     """x / √(mean(x²) + eps) ⊙ γ (Zhang and Sennrich, arXiv 1910.07467)."""
 
     Config = RMSNormConfig
+    gain_last = True
     config: RMSNormConfig
     gamma: nn.Parameter | None
 

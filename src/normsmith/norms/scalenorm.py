@@ -24,6 +24,7 @@ class ScaleNorm(Norm):
     """γ·x / max(‖x‖, eps) with one scalar γ, √d at the start (Nguyen and Salazar, arXiv 1910.05895)."""
 
     Config = ScaleNormConfig
+    gain_last = True
     config: ScaleNormConfig
 
     def __init__(self, width: int, config: NormConfig | None = None, **options: Any) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from normsmith.norms.base import LinearForm, Norm, NormConfig, norms
-from normsmith.ops.taper import TaperState, taper, taper_moments, taper_reference
+from normsmith.ops.taper import TaperState, fixed_scaling, taper, taper_moments, taper_reference
 
 
 class TaperedConfig(NormConfig):
@@ -78,6 +78,8 @@ class TaperedNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
+        if self._is_fixed():
+            return fixed_scaling(x, self._state())
         y, inverse, wide = taper(x, self._state())
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
@@ -86,6 +88,13 @@ class TaperedNorm(Norm):
                 self.sum_power.add_(power)
                 self.batches.add_(1)
         return y
+
+    def _is_fixed(self) -> bool:
+        # Only where reading the gate neither waits for a device nor breaks a graph, and where γ needs no gradient:
+        # decoding in eager mode on a CPU, which is all overhead.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.gate.device.type != "cpu":
+            return False
+        return float(self.gate if self.training else self.gate_eval) == 0
 
     def reference(self, x: Tensor) -> Tensor:
         """The formula in float64."""

@@ -54,6 +54,13 @@ def taper(x: Tensor, state: TaperState) -> tuple[Tensor, Tensor, Tensor]:
     return (normal + wide * scale_gain).to(x.dtype), inverse, wide
 
 
+def fixed_scaling(x: Tensor, state: TaperState) -> Tensor:
+    """T(x; 0) = c·x ⊙ γ̃ + β (x centred where the norm centres) alone, to the bit what `taper` gives at g = 0."""
+    wide = centre(widen(x)) if state.centred else widen(x)
+    y = wide * (state.scale.to(wide.dtype) * state.gamma_tilde.to(wide.dtype))
+    return (y if state.beta is None else y + state.beta.to(wide.dtype)).to(x.dtype)
+
+
 def taper_moments(wide: Tensor, inverse: Tensor, gamma: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Token means of ‖x ⊙ γ‖²/s and ‖x ⊙ γ‖²; their ratio is the least-squares scale c of c·x ⊙ γ to x/s ⊙ γ.
 

@@ -24,6 +24,7 @@ from normsmith.surgery.table import text_table
 from normsmith.surgery.uses import Reader
 
 Tick = Callable[[int, int], None]
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".gguf", ".h5", ".msgpack")
 _IN_MEMORY = "load the model and fold it with fold_(model, 'affine') instead"
 
 
@@ -31,7 +32,8 @@ _IN_MEMORY = "load the model and fold it with fold_(model, 'affine') instead"
 class CheckpointReport:
     """What `fold_checkpoint` did: sites that lost gain and shift, sites kept with the reason, files and bytes written.
 
-    `untied` names the output head that was tied to the embeddings and has its own weight now.
+    `untied` names the output head that was tied to the embeddings and has its own weight now, `left_out` other files of
+    weights beside those that were folded: they hold the model before, so they are not copied.
     """
 
     absorbed: tuple[str, ...]
@@ -39,13 +41,15 @@ class CheckpointReport:
     untied: tuple[str, ...]
     files: tuple[str, ...]
     written: int
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(name, "gain and shift absorbed, norm kept without them") for name in self.absorbed]
         rows += [(name, f"kept: {why}") for name, why in self.kept]
         lines = [text_table(("site", "result"), rows)]
         lines += [f"{name} was tied to the embeddings and has its own weights now" for name in self.untied]
-        lines.append(f"{len(self.files)} files of tensors, {self.written / 1e6:,.1f} MB")
+        lines += [f"{name} holds the model as it was and is left out" for name in self.left_out]
+        lines.append(f"{len(self.files)} file(s) of tensors, {self.written / 1e6:,.1f} MB")
         return "\n".join(lines)
 
 
@@ -97,7 +101,8 @@ def fold_checkpoint(
     total = sum(e.size for e in (*files.entries.values(), *plan.edits.copies.values()))
     write_folder(output, lambda folder: _write(folder, plan, tick or (lambda done, total: None), total), overwrite)
     names = tuple(shard.path.name for shard in files.shards)
-    return CheckpointReport(tuple(plan.absorbed), tuple(kept.items()), tuple(plan.untied), names, total)
+    left_out = _other_weights(files)
+    return CheckpointReport(tuple(plan.absorbed), tuple(kept.items()), tuple(plan.untied), names, total, left_out)
 
 
 # -- the model without values
@@ -164,10 +169,10 @@ def _sites(model: nn.Module, source: Path) -> Sites:
     try:
         with _quiet(), single_threaded():
             return find_norms(model)
-    except InputError:
-        raise
-    except Exception as error:  # whatever a model's code raises when it asks for values that are not there
-        reason = " ".join(str(error).split())[:200]
+    except InputError as error:  # whatever a model's code raises when it asks for values that are not there
+        if error.__cause__ is None:
+            raise
+        reason = " ".join(str(error.__cause__).split())[:200]
         raise InputError(f"{source}: the model does not run without values ({reason}); {_IN_MEMORY}") from None
 
 
@@ -205,7 +210,7 @@ def _plan(plan: _Plan, sites: Sites, trust_remote_code: bool) -> None:
     for site in sites:
         heads: dict[str, Entry] = {}
         if site.untie and not site.blocked and _has_some(site):
-            separate = _separate(plan.files, sites, trust_remote_code) if separate is None else separate
+            separate = _separate(plan.files, plan.names, sites, trust_remote_code) if separate is None else separate
             found = separate if isinstance(separate, str) else _heads(plan, site)
             if isinstance(found, str):
                 plan.kept[site.name] = found
@@ -276,10 +281,15 @@ def _targets(plan: _Plan, reader: Reader, heads: dict[str, Entry]) -> list[_Targ
 # -- a head that is tied to the embeddings
 
 
-def _separate(files: Checkpoint, sites: Sites, trust_remote_code: bool) -> Sites | str:
+def _separate(files: Checkpoint, names: Names, sites: Sites, trust_remote_code: bool) -> Sites | str:
     """The sites of the model with a head of its own, or why it would not be the same model."""
     shares = "the output head shares its weight with the embeddings"
-    twin = _sites(_meta_model(replace(files, config=_untied(files.config)), trust_remote_code), files.folder)
+    model = _meta_model(replace(files, config=_untied(files.config)), trust_remote_code)
+    made = {name for site in sites for module in site.untie for name in (f"{module}.weight",)}
+    for name, _ in model.named_parameters():
+        if name not in made and name not in names.parameters:  # the same setting also ties the bias of BERT's decoder
+            return f"{shares}, and untying it would need {name}, which the files do not hold on its own"
+    twin = _sites(model, files.folder)
     if len(twin) != len(sites):
         return shares
     for old, new in zip(sites, twin, strict=True):
@@ -321,13 +331,21 @@ def _write(folder: Path, plan: _Plan, tick: Tick, total: int) -> None:
 
 
 def _copy_others(files: Checkpoint, folder: Path) -> None:
-    """Everything that is no file of tensors of this model: tokenizer, configuration, index, texts."""
-    shards = {shard.path.name for shard in files.shards}
+    """Everything that is no file of tensors: tokenizer, configuration, index, texts."""
     for path in files.folder.iterdir():
         if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        elif path.name not in shards:
+            shutil.copytree(
+                path, folder / path.name, ignore=lambda _, names: [n for n in names if n.endswith(_WEIGHTS)]
+            )
+        elif not path.name.endswith(_WEIGHTS):
             shutil.copy2(path, folder / path.name)
+
+
+def _other_weights(files: Checkpoint) -> tuple[str, ...]:
+    """Weights in other files, which would be those of the model before and are left out."""
+    shards = {shard.path for shard in files.shards}
+    found = (path for path in sorted(files.folder.rglob("*")) if path.name.endswith(_WEIGHTS) and path not in shards)
+    return tuple(str(path.relative_to(files.folder)) for path in found)
 
 
 def _tell_config(folder: Path, plan: _Plan) -> None:

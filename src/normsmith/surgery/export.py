@@ -46,7 +46,10 @@ def export_model(model: nn.Module, folder: str | Path, format: Format = "native"
                 folder
             )  # normsmith's own models say in their configuration what they are
             return "written as a normsmith model"
+        changed = any(changes(model).values())
         save_native(model, folder)
+        if not changed:
+            return "no norm was changed: written as transformers writes it"
         return "written with a modelling file: load it with trust_remote_code=True"
     if format == "stock":
         return _save_stock(model, Path(folder), example)

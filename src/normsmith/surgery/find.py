@@ -18,7 +18,7 @@ from normsmith.surgery.trace import STREAM, trace
 from normsmith.surgery.uses import Reader, Trace, Use
 
 NONE_FOUND = "no norm of a known kind was found (normsmith's own, nn.LayerNorm, nn.RMSNorm, or what computes the same)"
-_OPERATIONS = {"another norm", "a product of activations"}
+_OPERATIONS = {"another norm", "a product with activations or a computed weight"}
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,12 @@ class Site:
 
 
 class Sites(tuple[Site, ...]):
-    """The sites of a model in the order of its modules; prints as a table."""
+    """The sites of a model in the order of its modules; prints as a table.
 
-    __slots__ = ()
+    `unseen` names modules with weights that did not run on the example: what they read is not known.
+    """
+
+    unseen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self:
@@ -119,16 +122,42 @@ def find_norms(model: nn.Module, example: Any = None) -> Sites:
     model = getattr(model, "_orig_mod", model)  # a compiled model is a wrapper around the one that is meant
     facts = {name: f for name, module in model.named_modules() if (f := norm_facts(module)) is not None}
     modules = {name: model.get_submodule(name) for name in facts}
-    seen = trace(model, modules, lambda: run_example(model, example))
+    seen = trace(model, modules, lambda: _run(model, example))
     _complete(model, seen, modules)
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
     widths = {n: f if f.shape else replace(f, shape=(seen.uses[n].width,)) for n, f in facts.items()}
     reads = _reads(seen)
-    return Sites(
+    sites = Sites(
         _site(model, name, modules[name], widths[name], seen, reads, tuple(names[modules[name]])) for name in modules
     )
+    sites.unseen = _unseen(model, seen)
+    return sites
+
+
+def _run(model: nn.Module, example: Any) -> Any:
+    try:
+        return run_example(model, example)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a model raises on an input that it does not take
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{type(model).__name__} does not run on the example ({type(error).__name__}: {reason}); pass an example= "
+            "that it takes"
+        ) from error
+
+
+def _unseen(model: nn.Module, seen: Trace) -> tuple[str, ...]:
+    used = {p.reader.weight for p in seen.products} | set(seen.reads)
+    used |= {reader.weight for use in seen.uses.values() for reader in use.readers}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        weights = [f"{name}.{key}" for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
+        if weights and name not in seen.ran and not used.intersection(weights):
+            found.append(name)
+    return tuple(found)
 
 
 def _site(

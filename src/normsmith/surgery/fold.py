@@ -16,7 +16,7 @@ from normsmith.surgery.absorb import Undo, into_producer, into_reader, problem
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.native import keep_changes
 from normsmith.surgery.select import Where, select_sites
-from normsmith.surgery.swap import replace_modules
+from normsmith.surgery.swap import forget_swaps, replace_modules
 from normsmith.surgery.table import text_table
 from normsmith.surgery.uses import Reader
 from normsmith.surgery.verify import Probe
@@ -30,7 +30,9 @@ class FoldReport:
 
     `error` is the largest difference between the outputs on the probe input and those of a float64 copy of the model as
     it was, divided by the largest output; None if it was not measured. `error_before` is the same for the model itself
-    before, in its own dtype.
+    before, in its own dtype. `unseen` names modules with weights that did not run on the example: should they read a
+    folded norm in another mode, they have not been adapted. `final` is the final norm if it was folded: the hidden
+    states that it gave out have changed, the model's outputs have not.
     """
 
     removed: tuple[str, ...]
@@ -39,6 +41,8 @@ class FoldReport:
     error: float | None
     absorbed: tuple[str, ...] = ()
     error_before: float | None = None
+    unseen: tuple[str, ...] = ()
+    final: str = ""
 
     def __str__(self) -> str:
         rows = [(name, "folded") for name in self.removed]
@@ -47,6 +51,12 @@ class FoldReport:
         lines = [text_table(("site", "result"), rows)]
         if self.untied:
             lines.append("the output head was tied to the embeddings and has its own weights now")
+        if self.unseen:
+            lines.append(
+                f"did not run on the example, so not adapted if they read a folded norm: {', '.join(self.unseen)}"
+            )
+        if self.final:
+            lines.append(f"hidden states after {self.final} are now without what was folded; the outputs are the same")
         if self.error is not None:
             before = "" if self.error_before is None else f" (the model before: {self.error_before:.1e})"
             lines.append(f"largest relative difference of the outputs on the probe input: {self.error:.1e}{before}")
@@ -97,6 +107,8 @@ def fold_(
     if mode not in ("full", "affine"):
         raise InputError(f"fold_ mode must be 'full' or 'affine', got {mode!r}")
     model = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.Module) and (lost := next((n for n, p in model.named_parameters() if p.is_meta), None)):
+        raise InputError(f"{lost} has no values (on the meta device, or offloaded): load the whole model first")
     sites = find_norms(model, example)
     plan, kept = _plan(model, select_sites(sites, where) if sites else [], mode)
     if strict and (
@@ -105,6 +117,8 @@ def fold_(
         raise NotFoldableError("cannot be folded: " + "; ".join(f"{name}: {why}" for name, why in blocked))
     if not plan:
         raise InputError(_nothing_to_fold(sites, kept, mode))
+    if strict and sites.unseen:
+        raise NotFoldableError(f"{', '.join(sites.unseen)} did not run on the example, so what they read is not known")
     probe = Probe(model, example) if verify else None
     undo = Undo()
     try:
@@ -120,8 +134,10 @@ def fold_(
     if mode == "full":
         close_controllers(model)
     keep_changes(model)
+    forget_swaps(model)
+    final = next((step.site.name for step in plan if step.site.role == "final"), "")
     before = None if probe is None else probe.error_before
-    return FoldReport(removed, tuple(kept), bool(untied), error, absorbed, before)
+    return FoldReport(removed, tuple(kept), bool(untied), error, absorbed, before, sites.unseen, final)
 
 
 def _candidate(site: Site, mode: Mode) -> bool:
@@ -131,7 +147,7 @@ def _candidate(site: Site, mode: Mode) -> bool:
 def _form(site: Site, mode: Mode) -> LinearForm | None:
     if mode == "full":
         return site.module.linear_form() if isinstance(site.module, Norm) else None
-    if not site.facts.plain or len(site.facts.shape) != 1:
+    if not site.facts.gain_last or len(site.facts.shape) != 1:
         return None
     scale, shift = site.facts.scale(site.module), site.facts.shift(site.module)
     if scale is None and shift is None:
@@ -182,9 +198,9 @@ def _form_or_reason(site: Site, mode: Mode) -> LinearForm | str:
     if mode == "full":
         gate = f" (gate {float(site.module.gate):.3g})" if isinstance(site.module, TaperedNorm) else ""
         return f"{site.kind} depends on the token" + gate
-    if site.facts.plain and len(site.facts.shape) == 1:
+    if site.facts.gain_last and len(site.facts.shape) == 1:
         return "has neither gain nor shift"
-    return f"is not a LayerNorm or RMSNorm in the usual form ({site.kind}, {type(site.module).__name__})"
+    return f"does not end with a gain and a shift of {site.width} features ({site.kind}, {type(site.module).__name__})"
 
 
 def _nothing_to_fold(sites: Sites, kept: list[tuple[str, str]], mode: Mode) -> str:
@@ -206,8 +222,9 @@ def _untie(model: nn.Module, plan: list[_Step], undo: Undo) -> dict[str, str]:
     tied = dict.fromkeys(name for step in plan if step.forward for name in step.site.untie)
     for name in tied:
         linear = model.get_submodule(name)
-        shared = cast("nn.Parameter", linear.weight)
-        undo.assign(linear, "weight", nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+        # The bias as well: the setting that ties BERT's decoder to the embeddings ties its bias to another name.
+        for key, shared in list(linear.named_parameters(recurse=False)):
+            undo.assign(linear, key, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
     if tied:
         _tell_config(model, list(tied), undo)
     return {name: f"{name}.weight" for name in tied}
@@ -230,8 +247,10 @@ def _apply(model: nn.Module, step: _Step, mode: Mode, undo: Undo, untied: dict[s
     site = step.site
     if step.forward:
         for reader in site.consumers:
-            weight = untied.get(reader.module, reader.weight)
-            into_reader(model, replace(reader, weight=weight), step.form, undo)
+            if reader.module in untied:
+                bias = f"{reader.module}.bias" if reader.bias else None
+                reader = replace(reader, weight=untied[reader.module], bias=bias)
+            into_reader(model, reader, step.form, undo)
     elif site.producer is not None:
         into_producer(model, site.producer, step.form, undo)
     if mode == "full":

@@ -17,7 +17,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         InputError: no such folder, no config.json, or one that is no JSON object.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
+        raise InputError(
+            f"{folder}: " + ("is a file, expected a model folder" if folder.exists() else "no such folder")
+        )
     path = folder / "config.json"
     try:
         loaded: Any = json.loads(path.read_text(encoding="utf-8"))

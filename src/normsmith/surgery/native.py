@@ -212,6 +212,7 @@ class NativeSaver:
 
 
 def keep_changes(model: nn.Module) -> None:
-    """From now on let `model.save_pretrained` write the native format, if the model is one of transformers'."""
-    if stock_class(model) is not None and hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = NativeSaver(model)
+    """From now on let `save_pretrained` of the model, and of those inside it, write the native format."""
+    for module in model.modules():
+        if stock_class(module) is not None and hasattr(module, "save_pretrained"):
+            module.__dict__["save_pretrained"] = NativeSaver(module)

@@ -27,7 +27,8 @@ class NormFacts:
     `kind` is `layernorm` or `rmsnorm` for that formula, the registry name of any other normsmith norm, else `other`.
     `eps_position` is `inside` the root, `outside` (added to the root) or `floor` (the root is at least eps).
     `cast_first` says whether n(x) is rounded to the input's dtype before the weight multiplies; it matters in half
-    precision only. `weight` and `bias` are the names of the parameters in the module, None without one.
+    precision only. `weight` and `bias` are the names of the parameters in the module, None without one. `gain_last`
+    says whether these are applied last, y = gain ⊙ f(x) + shift, whatever f is.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class NormFacts:
     cast_first: bool = False
     weight: str | None = None
     bias: str | None = None
+    gain_last: bool = False
 
     @property
     def width(self) -> int:
@@ -96,6 +98,7 @@ def _own(module: Norm) -> NormFacts:
         cast_first=options.get("cast_first", False),
         weight=names["gamma"],
         bias=names["beta"],
+        gain_last=module.gain_last,
     )
 
 
@@ -113,6 +116,7 @@ def _torch(module: nn.LayerNorm | nn.RMSNorm) -> NormFacts:
         eps,
         weight=None if module.weight is None else "weight",
         bias=None if getattr(module, "bias", None) is None else "bias",
+        gain_last=True,
     )
 
 
@@ -197,7 +201,7 @@ def _formula(twin: nn.Module, shape: tuple[int, ...]) -> NormFacts | None:
                 expected = n if weight is None else n * (offset + params[weight])
                 expected = expected if bias is None else expected + params[bias]
                 if len(params) == (weight is not None) + (bias is not None) and _close(y, expected, 1e-4):
-                    return replace(facts, offset=offset, weight=weight, bias=bias)
+                    return replace(facts, offset=offset, weight=weight, bias=bias, gain_last=True)
     return None
 
 

@@ -52,6 +52,7 @@ class Names:
         first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         every = model.named_parameters(remove_duplicate=False)
         self._first = {name: first[id(parameter)] for name, parameter in every}  # of tied names, the first
+        self.parameters = set(self._first.values())  # every parameter once, under its first name
         self.stored: dict[str, list[Stored]] = defaultdict(list)
         for entry in sorted(files.entries.values(), key=lambda entry: entry.name):
             self._place(entry)

@@ -85,7 +85,8 @@ def swap_norms_(
     over exactly by `rmsnorm` and `layernorm`. Device, dtype, train or eval mode, `requires_grad` and hooks are kept.
 
     Args:
-        model: any model whose norms `find_norms` sees.
+        model: any model whose norms `find_norms` sees; the whole one, not a part: only what is passed here (and the
+            models inside it) knows of the change when it is saved.
         norm: name or configuration of the new norm; options that are not given come from the old one.
         where: sites, as in `select_sites`; default all.
         init: `match`, or `fresh` for the new norm's own initial values.
@@ -131,6 +132,14 @@ def swap_norms_(
     return SwapReport(tuple(swapped), tuple(kept))
 
 
+def forget_swaps(model: nn.Module) -> None:
+    """No swap of this model, or of one that holds it or is part of it, can be taken back any more: it was folded."""
+    parts = set(model.modules())
+    for owner in list(_history):
+        if owner in parts or model in set(owner.modules()):
+            _history.pop(owner)
+
+
 @torch.no_grad()
 def _write_back(values: list[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in values:
@@ -150,7 +159,8 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
     records = _history.get(model)
     if not records:
         raise InputError(
-            "nothing to restore: swap_norms_ has not changed this model object, or it was restored already"
+            "nothing to restore: swap_norms_ has not changed this model object, or it was restored already, or folded "
+            "since"
         )
     record = records.pop()
     replace_modules(model, record.modules)

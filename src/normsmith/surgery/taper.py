@@ -83,8 +83,8 @@ def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
     if config.where is None and len(post) > sum(site.role == "pre" for site in sites):
         raise InputError(
             f"not a pre-norm model: {len(post)} norms also feed the residual stream ({', '.join(post[:3])}"
-            f"{', …' if post[3:] else ''}), so no fixed scaling of them can be folded; choose single sites with where=, "
-            "or train a pre-norm model"
+            f"{', …' if post[3:] else ''}), so they cannot be folded; choose single sites with where=, or train a "
+            "pre-norm model"
         )
     roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.placement]
     chosen = [site for site in sites if site.role in roles]

@@ -260,7 +260,7 @@ class _Watch(TorchDispatchMode):
                 return
         for t in (a, b):
             if id(t) in self.features:
-                self.uses[self.features[id(t)][0]].others.append("a product of activations")
+                self.uses[self.features[id(t)][0]].others.append("a product with activations or a computed weight")
 
     def _product_with_weight(
         self, x: Tensor, x_axis: int, view: Tensor, w_axis: int, added: Tensor | None, out: Tensor

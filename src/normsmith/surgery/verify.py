@@ -27,6 +27,11 @@ class Probe:
         exact = self._exact(model, example)
         self.exact = before if exact is None else exact
         self.error_before = None if exact is None else difference(exact, before)
+        if not all(bool(t.isfinite().all()) for t in (*before, *self.exact)):
+            raise VerificationError(
+                "the model's outputs on the probe input are not finite before any change, so nothing can be verified; "
+                "pass another example=, or verify=False"
+            )
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     @staticmethod
@@ -34,7 +39,7 @@ class Probe:
         if sum(p.numel() for p in model.parameters()) > _LARGEST_COPY:
             return None
         twin = copy.deepcopy(model).double()
-        if hasattr(getattr(twin, "config", None), "_experts_implementation"):
+        if hasattr(twin, "set_experts_implementation") and hasattr(twin.config, "_experts_implementation"):
             cast("Any", twin).set_experts_implementation("eager")  # the grouped product knows no float64
         return outputs(twin, _double(example))
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -25,12 +26,22 @@ class Trainer(transformers.Trainer):
     What differs: the controller's auxiliary loss is added in training and reported apart from the loss; gates, gains,
     step sizes and biases are never decayed; `PackedWindows` are read in their own order; a loss that is not finite
     stops the run with `DivergedError` at the next log, and no checkpoint is written from then on, nor one whose weights
-    are not finite.
+    are not finite. With a `teacher`, a causal model that takes the same inputs, the training loss is
+    (1 − α)·loss + α·KL(teacher ‖ model), in nats per predicted token, with α = `distill`.
     """
 
-    def __init__(self, *args: Any, controller: Controller | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        controller: Controller | None = None,
+        teacher: nn.Module | None = None,
+        distill: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.controller = controller
+        self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
+        self.distill = distill
         # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
         self.args.logging_nan_inf_filter = False
         self.remove_callback(PrinterCallback)
@@ -68,6 +79,8 @@ class Trainer(transformers.Trainer):
         """The model's loss plus, in training, the controller's."""
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
+            if self.teacher is not None:
+                loss = (1 - self.distill) * loss + self.distill * self._divergence(inputs, outputs, num_items_in_batch)
             steps = self.current_gradient_accumulation_steps
             # Where the loss is divided by the items of the whole accumulated batch, it is a share already.
             shared = self._loss_is_a_share(num_items_in_batch)
@@ -78,6 +91,18 @@ class Trainer(transformers.Trainer):
                 self._auxiliary_sum = self._auxiliary_sum + auxiliary.detach()
                 loss = loss + (auxiliary / steps if shared else auxiliary)
         return (loss, outputs) if return_outputs else loss
+
+    def _divergence(self, inputs: dict[str, Any], outputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """KL(teacher ‖ model), divided as transformers divides the loss of the same tokens."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            target = self.teacher(**{k: v for k, v in inputs.items() if k != "labels"}).logits[:, :-1]
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
+        logs = F.log_softmax(logits[:, :-1].float(), dim=-1)
+        each = F.kl_div(logs, F.log_softmax(target.float(), dim=-1), reduction="none", log_target=True).sum(-1)
+        kept = inputs["labels"][:, 1:] != -100
+        count = kept.sum() if num_items_in_batch is None else num_items_in_batch
+        return (each * kept).sum() / count
 
     def _loss_is_a_share(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether transformers' `training_step` does not divide the loss by the accumulation steps."""
