@@ -298,3 +298,34 @@ def test_a_split_shorter_than_a_window_is_refused(corpus, shared_cache):
         InputError, match=f"the train split has {long} tokens, .*: lower sequence_length, or give more text"
     ):
         load_text(config(corpus, sequence_length=long + 1))
+
+
+def test_a_test_split_leaves_the_others_as_they_are_where_it_is_not_asked_for(corpus, cache):
+    before = load_text(config(corpus))
+    entries = {path.name for path in (cache / "text").iterdir()}
+    assert before.test is None
+    assert load_text(config(corpus, test_fraction=0.0)).test is None
+    assert {path.name for path in (cache / "text").iterdir()} == entries
+    after = load_text(config(corpus, test_fraction=0.2))
+    assert len(list((cache / "text").iterdir())) == len(entries) + 1
+    assert after.data_hash == before.data_hash
+    texts = [after.tokenizer.decode(ids).split(END_OF_TEXT)[:-1] for ids in (after.train, after.validation, after.test)]
+    assert texts[1] == before.tokenizer.decode(before.validation).split(END_OF_TEXT)[:-1]  # the same documents
+    everything = [document.text for document in read_documents(config(corpus))]
+    assert sorted(text for split in texts for text in split) == sorted(everything)
+    assert all(texts)
+    train, _ = split_documents(read_documents(config(corpus)), 0.2)
+    again, test = split_documents(train, 0.4)
+    assert (texts[0], texts[2]) == ([d.text for d in again], [d.text for d in test])
+
+
+def test_three_splits_need_three_documents(tmp_path, shared_cache):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text " * 2000)
+    load_text(config(tmp_path))
+    with pytest.raises(InputError, match="only one document, but training, validation and test need one each"):
+        load_text(config(tmp_path, test_fraction=0.1))
+    long = len(load_text(config(tmp_path)).train)
+    (tmp_path / "c.txt").write_text("c")
+    with pytest.raises(InputError, match="split has .* tokens, one window needs .*: lower sequence_length"):
+        load_text(config(tmp_path, test_fraction=0.1, sequence_length=long))

@@ -21,6 +21,7 @@ from normsmith.errors import UnknownNameError
 VERBS = {
     "demo": "Train three arms on real text, fold one, measure, write a report.",
     "train": "Train what a recipe says.",
+    "compare": "Train several arms over several seeds; say what is better, and how surely.",
     "inspect": "List a model's norms; with a text, audit how removable each one is.",
     "swap": "Replace a model's norms by another kind.",
     "taper": "Remove a pretrained model's norms by fine-tuning; fold, verify, measure.",

@@ -21,6 +21,7 @@ class DataConfig(Config):
         max_characters: stop after the document that reaches this many characters. A Hub data set without either limit
             stops after `sources.HUB_CHARACTERS`, because streaming would not end.
         validation_fraction: expected share of documents in the validation split.
+        test_fraction: the same for a third split, taken from the training documents; 0 for none.
         vocab_size: tokens of the byte-level BPE that is trained, 256 bytes and the end-of-text token included.
         tokenizer: folder of a saved transformers tokenizer, used instead of training one; `vocab_size` is then ignored.
         sequence_length: tokens per window.
@@ -33,6 +34,7 @@ class DataConfig(Config):
     max_documents: int | None = Field(default=None, ge=2)
     max_characters: int | None = Field(default=None, ge=1)
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
+    test_fraction: float = Field(default=0.0, ge=0, lt=0.5)
     vocab_size: int = Field(default=4096, ge=257)
     tokenizer: str | None = None
     sequence_length: int = Field(default=256, ge=2)

@@ -67,20 +67,35 @@ def hash_documents(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def split_documents(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+def split_documents(
+    documents: list[Document], fraction: float, sides: str = "training and validation"
+) -> tuple[list[Document], list[Document]]:
     """Split into (train, validation) by a hash of each key, so that documents added later move none.
 
     Equal keys share a side. A side that would be empty gets the key nearest to the border; `InputError` where all keys
-    are equal.
+    are equal, with `sides` as what needs one each.
     """
     places = [_place(document.key) for document in documents]
     low, high = min(places), max(places)
     if low == high:
         found = "there is only one document" if len(documents) == 1 else f"all {len(documents)} documents are equal"
-        raise InputError(f"{found}, but training and validation need one each: give more text")
+        raise InputError(f"{found}, but {sides} need one each: give more text")
     border = min(max(fraction, low), max(p for p in places if p < high))
     train = [d for d, place in zip(documents, places, strict=True) if place > border]
     return train, [d for d, place in zip(documents, places, strict=True) if place <= border]
+
+
+def split_for(documents: list[Document], config: DataConfig) -> dict[str, list[Document]]:
+    """The splits that `config` asks for, by name: `train`, `validation` and, with a `test_fraction`, `test`.
+
+    The validation split is the same with and without a test split, which is the next part of the hash range.
+    """
+    train, validation = split_documents(documents, config.validation_fraction)
+    if not config.test_fraction:
+        return {"train": train, "validation": validation}
+    border = config.validation_fraction + config.test_fraction
+    train, test = split_documents(train, border, "training, validation and test")
+    return {"train": train, "validation": validation, "test": test}
 
 
 def _place(key: str) -> float:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = 1  # raise it when the same documents would give other token ids
-_SPLITS = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +36,7 @@ class TextData:
         characters: of both splits together.
         source: as in the configuration.
         vocab_size: rows an embedding needs; below the configured one where the text has too few pairs to merge.
+        test: ids of a third split of the same type, where the configuration asks for one.
         bytes_per_token: UTF-8 bytes of the validation text per validation token, the end-of-text ids counted. A mean
             loss L in nats per token is L / (ln 2 · bytes_per_token) bits per byte, comparable between tokenizers.
     """
@@ -50,6 +50,7 @@ class TextData:
     source: str
     vocab_size: int
     bytes_per_token: float
+    test: npt.NDArray[np.unsignedinteger] | None = None
 
 
 def load_text(config: DataConfig, progress: Callable[[str], None] | None = None) -> TextData:
@@ -65,31 +66,33 @@ def load_text(config: DataConfig, progress: Callable[[str], None] | None = None)
     say = progress or _silent
     say(f"reading {config.source}")
     documents = sources.read_documents(config)
-    splits = sources.split_documents(documents, config.validation_fraction)
+    splits = sources.split_for(documents, config)
     data_hash = sources.hash_documents(documents)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
 
     def build(folder: Path) -> None:
-        made = tokenizer or _train(splits[0], config.vocab_size, folder, say)
-        for name, split in zip(_SPLITS, splits, strict=True):
+        made = tokenizer or _train(splits["train"], config.vocab_size, folder, say)
+        for name, split in splits.items():
             say(f"tokenising {name}: {len(split)} documents, {_characters(split):,} characters")
             np.save(folder / f"{name}.npy", encode(made, (document.text for document in split)))
 
     folder = cached_folder("text", _key(config, data_hash, tokenizer), build, say)
     tokenizer = tokenizer or _saved(folder)
-    train, validation = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _SPLITS)
-    for name, ids in zip(_SPLITS, (train, validation), strict=True):
+    ids_of = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in splits}
+    for name, ids in ids_of.items():
         count_windows(ids, config.sequence_length, f"{name} split")
     return TextData(
-        train=train,
-        validation=validation,
+        train=ids_of["train"],
+        validation=ids_of["validation"],
+        test=ids_of.get("test"),
         tokenizer=tokenizer,
         data_hash=data_hash,
-        documents=(len(splits[0]), len(splits[1])),
+        documents=(len(splits["train"]), len(splits["validation"])),
         characters=_characters(documents),
         source=config.source,
         vocab_size=table_size(tokenizer),
-        bytes_per_token=sum(len(document.text.encode()) for document in splits[1]) / len(validation),
+        bytes_per_token=sum(len(document.text.encode()) for document in splits["validation"])
+        / len(ids_of["validation"]),
     )
 
 
@@ -107,6 +110,7 @@ def _key(config: DataConfig, data_hash: str, tokenizer: PreTrainedTokenizerFast 
         "format": FORMAT,
         "data": data_hash,
         "validation_fraction": config.validation_fraction,
+        **({"test_fraction": config.test_fraction} if config.test_fraction else {}),
         "tokenizer": made,
         "tokenizers": tokenizers.__version__,
     }

@@ -16,9 +16,11 @@ from normsmith.errors import InputError
 def count_windows(ids: npt.NDArray[Any], sequence_length: int, what: str = "text") -> int:
     """Whole windows of `sequence_length` tokens in `ids`; `InputError` where there is none, with `what` as its name."""
     if len(ids) < sequence_length:
+        split = what.removesuffix(" split")
+        raised = f" or raise {split}_fraction" if split in ("validation", "test") else ""
         raise InputError(
             f"the {what} has {len(ids)} tokens, one window needs {sequence_length}: lower sequence_length"
-            f"{' or raise validation_fraction' if what == 'validation split' else ''}, or give more text"
+            f"{raised}, or give more text"
         )
     return len(ids) // sequence_length
 

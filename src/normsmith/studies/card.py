@@ -6,8 +6,13 @@ from normsmith.report import Results, markdown_table
 from normsmith.surgery import FoldReport
 
 
-def model_card(results: Results, report: FoldReport, base: str) -> str:
-    """Markdown with the numbers, what was removed, and the command that repeats it."""
+def model_card(results: Results, report: FoldReport, base: str, own_code: bool) -> str:
+    """Markdown with the numbers, what was removed, and the command that repeats it.
+
+    `own_code` says that the folder brings a modelling file; a model of normsmith's own class needs the package.
+    """
+    loading = "trust_remote_code=True)  # runs modeling_normsmith.py beside it" if own_code else ")"
+    imports = "" if own_code else "import normsmith.models  # makes the class known\n"
     kept = "\n".join(f"- `{name}`: {why}" for name, why in report.kept) or "- none"
     decode = "\n".join(
         f"| {r.label} | {r.median:.0f} | {r.low:.0f} – {r.high:.0f} | {r.ratio:.2f} |" for r in results.decode
@@ -33,9 +38,9 @@ Largest relative difference that folding made to the outputs: {report.error or 0
 ## Loading
 
 ```python
-from transformers import AutoModelForCausalLM
+{imports}from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)  # runs modeling_normsmith.py beside it
+model = AutoModelForCausalLM.from_pretrained("PATH"{", " if own_code else ""}{loading}
 ```
 
 ## What was done

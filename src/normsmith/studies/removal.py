@@ -28,6 +28,7 @@ from normsmith.studies.card import model_card
 from normsmith.studies.environment import environment
 from normsmith.surgery import FoldReport, Sites, find_norms, fold_, taper_
 from normsmith.surgery.export import export_model
+from normsmith.surgery.native import MODELLING_FILE
 from normsmith.surgery.swap import replace_modules
 from normsmith.training import ProgressCallback, Reporter, Trainer, TrainingConfig
 
@@ -312,7 +313,8 @@ def _write(
         data.tokenizer.save_pretrained(folder)
         results.save(folder / "results.json")
         write_report(results, folder / "report.html")
-        (folder / "README.md").write_text(model_card(results, report, source.name), encoding="utf-8")
+        own_code = (folder / MODELLING_FILE).exists()
+        (folder / "README.md").write_text(model_card(results, report, source.name, own_code), encoding="utf-8")
 
     try:
         write_folder(output, fill, overwrite)

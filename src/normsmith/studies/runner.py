@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset, Subset
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -20,13 +21,14 @@ from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation import language_loss
 from normsmith.folders import prepare_folder
 from normsmith.models import NormsmithForCausalLM
+from normsmith.report.results import write_text
 from normsmith.schedules import Controller
 from normsmith.studies.environment import environment
 from normsmith.studies.recipe import Recipe
 from normsmith.surgery import taper_
 from normsmith.training import ProgressCallback, Reporter, Trainer
 
-METRICS = "metrics.jsonl"
+METRICS, RESULT = "metrics.jsonl", "result.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Run:
     history: tuple[dict[str, float], ...]
     seconds: float
     folder: Path
+    test_loss: float | None = None
 
 
 def build_model(recipe: Recipe, vocab_size: int) -> NormsmithForCausalLM:
@@ -54,16 +57,43 @@ def build_model(recipe: Recipe, vocab_size: int) -> NormsmithForCausalLM:
     return NormsmithForCausalLM(config)
 
 
-def build_scheduled(recipe: Recipe, vocab_size: int) -> tuple[NormsmithForCausalLM, Controller | None]:
+def build_scheduled(
+    recipe: Recipe, vocab_size: int, start: Recipe | None = None
+) -> tuple[NormsmithForCausalLM, Controller | None]:
     """The recipe's model as it is trained: its norms replaced where a schedule asks for it, with the controller.
+
+    With `start` it begins with the weights of that recipe's model, where `share_start_` can share them.
 
     Raises:
         InputError: the sizes, the norm, the connection and the schedule do not fit together.
     """
     model = build_model(recipe, vocab_size)
+    if start is not None:
+        share_start_(model, build_model(start, vocab_size))
     if recipe.schedule is None:
         return model, None
     return model, taper_(model, recipe.schedule, steps=recipe.training.max_steps)
+
+
+@torch.no_grad()
+def share_start_(model: NormsmithForCausalLM, source: NormsmithForCausalLM) -> int:
+    """Copy initial random weights (linear layers, embeddings) of equal name and shape from `source`; how many.
+
+    One seed gives one model, but a layer of another shape shifts the random numbers of all later ones. Nothing is
+    copied where the two are meant to start with another spread; parameters of norms and connections start at fixed
+    values, which may be what differs.
+    """
+    spreads = [(m.config.initializer_range, m.config.scale_residual_init) for m in (model, source)]
+    if spreads[0] != spreads[1]:
+        return 0
+    ours, theirs = (
+        {name: m.weight for name, m in module.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+        for module in (model, source)
+    )
+    shared = [name for name, weight in ours.items() if name in theirs and weight.shape == theirs[name].shape]
+    for name in shared:
+        ours[name].copy_(theirs[name])
+    return len(shared)
 
 
 def run_recipe(
@@ -76,20 +106,22 @@ def run_recipe(
     data: TextData | None = None,
     progress_name: str | None = None,
     save: bool = True,
+    start: Recipe | None = None,
 ) -> Run:
     """Train and evaluate one recipe and write everything to `folder`.
 
     The folder is made (or with `overwrite` emptied) once data, model and schedule are known to fit, so that a mistake
     in the recipe costs no earlier result.
 
-    Files: `recipe.yaml`, `environment.json`, `metrics.jsonl` (one line per logged step), `checkpoints/`, and at the end
-    the model with its tokenizer and `result.json`.
+    Files: `recipe.yaml`, `environment.json`, `metrics.jsonl` (one line per logged step; what is not finite is null),
+    `checkpoints/`, and at the end the model with its tokenizer and `result.json`, which comes last. `start` is the
+    recipe whose initial weights are shared (see `build_scheduled`).
     """
     data = data or load_text(recipe.data, reporter.say)
     training = recipe.training
     train = PackedWindows(data.train, recipe.data.sequence_length, recipe.seed, training.sequences)
     validation = _limited(PackedWindows(data.validation, recipe.data.sequence_length), recipe.evaluation.windows)
-    model, controller = build_scheduled(recipe, data.vocab_size)
+    model, controller = build_scheduled(recipe, data.vocab_size, start)
     checkpoints = folder / "checkpoints"
     arguments = training.arguments(checkpoints, recipe.seed)
     prepare_folder(folder, overwrite, resume)
@@ -109,11 +141,17 @@ def run_recipe(
     finally:  # a run that diverged or was interrupted has a curve too
         logged = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
         history = tuple(_numbers(entry) for entry in logged)
-        (folder / METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
+        write_text(folder / METRICS, "".join(json.dumps(_strict(entry)) + "\n" for entry in history))
     seconds = time.monotonic() - started
     model.eval()
     loss = language_loss(model, validation, training.batch_size)
-    if not math.isfinite(loss):  # the last update can break a model whose every training loss was finite
+    test_loss = None
+    if data.test is not None:
+        test = _limited(PackedWindows(data.test, recipe.data.sequence_length), recipe.evaluation.windows)
+        test_loss = language_loss(model, test, training.batch_size)
+    if not math.isfinite(
+        loss + (test_loss or 0.0)
+    ):  # the last update can break a model whose every training loss was finite
         raise DivergedError(
             f"the validation loss is not finite after step {training.max_steps}: no model is written; "
             "lower the learning rate or lengthen the warm-up"
@@ -122,8 +160,12 @@ def run_recipe(
         model.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
     result = {"validation_loss": loss, "seconds": seconds, "parameters": model.num_parameters()}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return Run(recipe, model, controller, data, validation, loss, history, seconds, folder)
+    if test_loss is not None:
+        result["test_loss"] = test_loss
+    if last is not None:
+        result["resumed"] = True  # then `seconds` is the time of the last part only
+    write_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    return Run(recipe, model, controller, data, validation, loss, history, seconds, folder, test_loss)
 
 
 def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) -> None:
@@ -137,8 +179,8 @@ def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) ->
             f"{data.source}: its text is not what the interrupted run in {folder} read; "
             "bring the old text back or write --overwrite"
         )
-    path.write_text(recipe.to_yaml(), encoding="utf-8")
-    described.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_text(path, recipe.to_yaml())
+    write_text(described, json.dumps(facts, indent=1) + "\n")
 
 
 def _last_complete(checkpoints: Path) -> str | None:
@@ -166,6 +208,11 @@ _KEPT: dict[str, Callable[[float], float]] = {
     "learning_rate": float,
     "grad_norm": float,
 }
+
+
+def _strict(entry: dict[str, float]) -> dict[str, float | None]:
+    # JSON has no NaN: readers other than Python's refuse the whole line.
+    return {name: value if math.isfinite(value) else None for name, value in entry.items()}
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, float]:

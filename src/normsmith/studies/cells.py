@@ -1,0 +1,131 @@
+"""What became of each run of a study, read from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from normsmith.folders import prepare_folder
+from normsmith.report.results import write_text
+from normsmith.studies.runner import METRICS, RESULT
+from normsmith.studies.study import Cell, Study
+
+FAILURE = "failure.json"
+State = Literal["finished", "open", "diverged", "failed", "refused"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run stands.
+
+    `open` runs have not begun or can be continued; `refused` ones are in the way: their folder is not what the study
+    wrote. `note` says why a run does not count, or what is damaged about one that does.
+    """
+
+    cell: Cell
+    state: State
+    note: str = ""
+    validation_loss: float | None = None
+    test_loss: float | None = None
+    parameters: int | None = None
+    seconds: float | None = None
+
+
+def read_cell(study: Study, cell: Cell) -> Outcome:
+    """How a run stands; whatever does not fit the study is refused with the reason, never counted."""
+    folder = cell.folder
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return Outcome(cell, "open")
+    if not (folder / ".normsmith").exists():
+        return Outcome(cell, "refused", "the folder was not written by normsmith")
+    recipe = _text(folder / "recipe.yaml")
+    if recipe is not None and recipe != cell.recipe.to_yaml():
+        return Outcome(cell, "refused", "its recipe.yaml is not that of this study: another study's, or edited by hand")
+    facts = _mapping(folder / "environment.json")
+    if recipe is not None and facts is not None and facts.get("data_sha256") != study.plan.data_sha256:
+        return Outcome(cell, "refused", "it read another text than the study")
+    if facts is not None and facts.get("normsmith") != study.plan.normsmith:
+        return Outcome(cell, "refused", f"it was made by normsmith {facts.get('normsmith')}")
+    if (folder / FAILURE).exists():
+        failure = _mapping(folder / FAILURE) or {}
+        diverged = failure.get("state") == "diverged"
+        return Outcome(cell, "diverged" if diverged else "failed", str(failure.get("error", "no reason recorded")))
+    if not (folder / RESULT).exists():
+        return Outcome(cell, "open")
+    if recipe is None or facts is None:
+        return Outcome(cell, "refused", "recipe.yaml or environment.json is missing beside its result")
+    return _finished(study, cell)
+
+
+def _finished(study: Study, cell: Cell) -> Outcome:
+    result = _mapping(cell.folder / RESULT)
+    if result is None:
+        return Outcome(cell, "refused", f"{RESULT} cannot be read: cut short, or edited by hand")
+    swept = bool(study.plan.base.data.test_fraction)
+    losses = [_number(result.get(name)) for name in ("validation_loss", *(["test_loss"] if swept else []))]
+    parameters, seconds = _number(result.get("parameters")), _number(result.get("seconds"))
+    if None in losses or parameters is None or seconds is None:
+        return Outcome(cell, "refused", f"{RESULT} holds no finite loss, or lacks a number")
+    return Outcome(
+        cell,
+        "finished",
+        read_metrics(cell.folder / METRICS)[1],
+        validation_loss=losses[0],
+        test_loss=losses[-1] if swept else None,
+        parameters=int(parameters),
+        seconds=None if result.get("resumed") else seconds,  # it is then the time of the last part only
+    )
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, float | None]], str]:
+    """The logged steps in order, and what is wrong with the file, if anything.
+
+    A last line that a killed process cut short is left out; from any other illegible line on nothing is believed.
+    """
+    text = _text(path)
+    if text is None:
+        return [], f"{path.name} is missing"
+    entries: list[dict[str, float | None]] = []
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            entry: Any = json.loads(line, parse_constant=lambda _: None)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or not isinstance(cast("Any", entry).get("step"), int):
+            cut = i == len(lines) - 1
+            return entries, f"{path.name}: " + ("the last line is cut" if cut else f"line {i + 1} is illegible")
+        entries.append(cast("dict[str, float | None]", entry))
+    return entries, ""
+
+
+def record_failure(cell: Cell, state: Literal["diverged", "failed"], error: str) -> None:
+    """Keep a run that did not finish, with its last line of error."""
+    prepare_folder(cell.folder, overwrite=False, resume=True)  # a run can fail before it has a folder
+    last = next((line.strip() for line in reversed(error.splitlines()) if line.strip()), "no message")
+    write_text(cell.folder / FAILURE, json.dumps({"state": state, "error": last}, indent=1) + "\n")
+
+
+def _number(value: Any) -> float | None:
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return number if math.isfinite(number) else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _mapping(path: Path) -> dict[str, Any] | None:
+    try:
+        loaded: Any = json.loads(_text(path) or "")
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", loaded) if isinstance(loaded, dict) else None

@@ -1,0 +1,192 @@
+"""What a study shows: one row per arm, made from the run folders alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from normsmith.config import Config
+from normsmith.errors import InputError
+from normsmith.studies.cells import Outcome, read_cell
+from normsmith.studies.statistics import Paired, Verdict, compare_paired, holm, needed_pairs, t_interval, verdict
+from normsmith.studies.study import Study, load_study
+
+
+class RunRow(Config):
+    """One run: what became of it, and its losses where it has any that count."""
+
+    arm: str
+    point: str
+    seed: int
+    state: str
+    note: str = ""
+    validation_loss: float | None = None
+    test_loss: float | None = None
+    seconds: float | None = None
+
+
+class ArmRow(Config):
+    """One arm.
+
+    Attributes:
+        arm: as it was written.
+        point: the sweep point that was best on validation, which is the one shown.
+        counts: state → number of runs at that point (`finished`, `diverged`, `failed`, `open`, `refused`).
+        mean: of the metric over the finished seeds.
+        low: lower end of its 95 % t interval, from two seeds on.
+        high: its upper end.
+        paired: differences to the reference, seed by seed; None for the reference itself.
+        p_holm: p of the paired t test, corrected over the arms.
+        verdict: in words; None for the reference.
+        needed_seeds: seeds with which the stated difference would be seen with a chance of 0.8.
+        parameters: of the model.
+        seconds: median training time of the runs that were not interrupted.
+    """
+
+    arm: str
+    point: str = ""
+    counts: dict[str, int]
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    paired: Paired | None = None
+    p_holm: float | None = None
+    verdict: Verdict | None = None
+    needed_seeds: int | None = None
+    parameters: int | None = None
+    seconds: float | None = None
+
+
+class Comparison(Config):
+    """A whole study: the table, and under it every run. `difference` is what `needed_seeds` is about."""
+
+    study: str
+    command: str
+    metric: str
+    difference: float
+    seeds: tuple[int, ...]
+    sweep: dict[str, tuple[str, ...]]
+    arms: tuple[ArmRow, ...]
+    runs: tuple[RunRow, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """JSON values."""
+        return json.loads(self.model_dump_json())
+
+
+def read_comparison(folder: Path, difference: float = 0.01) -> Comparison:
+    """Read what the runs in a study's folder show.
+
+    Args:
+        folder: the study.
+        difference: in the metric's unit; how many seeds would be needed to see one as large.
+
+    Raises:
+        InputError: no study, or none of its runs has finished.
+    """
+    study = load_study(folder)
+    outcomes = [read_cell(study, cell) for cell in study.cells]
+    if not any(o.state == "finished" for o in outcomes):
+        counted = Counter(o.state for o in outcomes)
+        first = next((f"; {o.cell.label}: {o.note}" for o in outcomes if o.note), "")
+        states = ", ".join(f"{n} {state}" for state, n in sorted(counted.items()))
+        raise InputError(f"{folder}: no run has finished ({states}), so there is nothing to compare{first}")
+    chosen = {arm: _best_point(study, arm, outcomes) for arm in study.plan.arms}
+    shown = {arm: [o for o in outcomes if (o.cell.arm, o.cell.point) == (arm, chosen[arm])] for arm in study.plan.arms}
+    return Comparison(
+        study=study.folder.name,
+        command=study.plan.command,
+        metric="test loss" if study.plan.base.data.test_fraction else "validation loss",
+        difference=difference,
+        seeds=study.plan.seeds,
+        sweep=study.plan.sweep,
+        arms=tuple(_rows(study, shown, chosen, difference)),
+        runs=tuple(_run_row(o) for o in outcomes),
+    )
+
+
+def _best_point(study: Study, arm: str, outcomes: Sequence[Outcome]) -> str:
+    """The sweep point with the most finished seeds, and among these the lowest mean validation loss."""
+
+    def rank(point: str) -> tuple[int, float]:
+        losses = [
+            o.validation_loss
+            for o in outcomes
+            if (o.cell.arm, o.cell.point, o.state) == (arm, point, "finished") and o.validation_loss is not None
+        ]
+        return -len(losses), sum(losses) / len(losses) if losses else 0.0
+
+    return min(study.points, key=rank)
+
+
+def _metric(outcome: Outcome) -> float | None:
+    return outcome.validation_loss if outcome.test_loss is None else outcome.test_loss
+
+
+def _rows(study: Study, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float) -> list[ArmRow]:
+    values = {
+        arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := _metric(o)) is not None}
+        for arm, found in shown.items()
+    }
+    reference, *others = study.plan.arms
+    paired = {
+        arm: compare_paired([v - values[reference][s] for s, v in values[arm].items() if s in values[reference]])
+        for arm in others
+    }
+    tested = [arm for arm in others if paired[arm].p_t is not None]
+    corrected = dict(zip(tested, holm([paired[arm].p_t or 0.0 for arm in tested]), strict=True))
+    rows: list[ArmRow] = []
+    for arm, found in shown.items():
+        counts = Counter(o.state for o in found)
+        finished = [o for o in found if o.state == "finished"]
+        row: dict[str, Any] = {"arm": arm, "point": chosen[arm], "counts": dict(sorted(counts.items()))}
+        losses = list(values[arm].values())
+        if losses:
+            row["mean"] = sum(losses) / len(losses)
+            row["parameters"] = finished[0].parameters
+        if len(losses) > 1:
+            row["low"], row["high"] = t_interval(losses)
+        if times := [o.seconds for o in finished if o.seconds is not None]:
+            row["seconds"] = median(times)
+        if arm in paired:
+            row["paired"], row["p_holm"] = paired[arm], corrected.get(arm)
+            row["verdict"] = _judge(paired[arm], corrected.get(arm), counts, Counter(o.state for o in shown[reference]))
+            if deviation := paired[arm].deviation:
+                row["needed_seeds"] = needed_pairs(difference, deviation)
+        rows.append(ArmRow(**row))
+    return rows
+
+
+def _judge(paired: Paired, p: float | None, counts: Counter[str], reference: Counter[str]) -> Verdict:
+    """The verdict on an arm. Where runs diverged the rest is a selection, so that alone cannot make an arm better (or
+    the reference, if it is the one that diverged).
+    """
+    found = verdict(paired, p)
+    for favoured, here, whose in (("better", counts, "its"), ("worse", reference, "the reference's")):
+        if diverged := here["diverged"]:
+            total = sum(here.values())
+            if found.outcome == favoured:
+                return Verdict(
+                    outcome="unknown",
+                    text=f"no verdict: {diverged} of {whose} {total} runs diverged; the others: {found.text}",
+                )
+            found = Verdict(outcome=found.outcome, text=f"{found.text} ({diverged} of {whose} {total} runs diverged)")
+    return found
+
+
+def _run_row(outcome: Outcome) -> RunRow:
+    cell = outcome.cell
+    return RunRow(
+        arm=cell.arm,
+        point=cell.point,
+        seed=cell.seed,
+        state=outcome.state,
+        note=outcome.note,
+        validation_loss=outcome.validation_loss,
+        test_loss=outcome.test_loss,
+        seconds=outcome.seconds,
+    )
