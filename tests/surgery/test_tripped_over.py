@@ -138,3 +138,15 @@ def test_an_example_that_does_not_run_is_an_input_error() -> None:
     for example in (torch.randn(2, 3), {"foo": torch.zeros(1)}):
         with pytest.raises(InputError, match="LlamaForCausalLM does not run on the example"):
             ns.find_norms(tiny("llama"), example)
+
+
+def test_a_part_of_a_checkpoint_can_be_folded(tmp_path: Path) -> None:
+    model = tiny("gpt2")  # whose final norm's shift would need a bias that the class does not have
+    model.save_pretrained(tmp_path / "in")
+    report = ns.fold_checkpoint(tmp_path / "in", tmp_path / "out", where="pre")
+    assert len(report.absorbed) == 4
+    assert report.kept == ()
+    assert apart(output(load_model(tmp_path / "out")), output(model)) <= 1e-5
+    with pytest.raises(InputError, match="no site matches where='post'"):
+        ns.fold_checkpoint(tmp_path / "in", tmp_path / "out2", where="post")
+    assert not (tmp_path / "out2").exists()

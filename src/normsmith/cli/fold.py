@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from normsmith.cli.common import JsonFlag, OverwriteFlag, emit
+from normsmith.cli.models import WhereOption
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -19,6 +20,7 @@ def fold(
         typer.Argument(help="Folder of a tapered model, as `normsmith train` writes it, or any Hugging Face model."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")],
+    where: WhereOption = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if any norm that could go cannot be folded.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the checkpoint.")
@@ -44,7 +46,7 @@ def fold(
     check_output(model, output, overwrite)
     if model_type(model) == NormsmithConfig.model_type:
         loaded = load_checkpoint(model)
-        report = fold_(loaded, strict=strict)
+        report = fold_(loaded, where=where, strict=strict)
         save_checkpoint(loaded, model, output, overwrite)
     else:
         with Reporter(quiet=as_json) as reporter:
@@ -52,6 +54,7 @@ def fold(
             report = fold_checkpoint(
                 model,
                 output,
+                where=where,
                 overwrite=overwrite,
                 trust_remote_code=trust_remote_code,
                 strict=strict,

@@ -17,6 +17,7 @@ from torch import nn
 from normsmith.errors import InputError, NotFoldableError
 from normsmith.folders import check_output, write_folder
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
+from normsmith.surgery.select import Where, select_sites
 from normsmith.surgery.shards import INDEX, Checkpoint, Entry, read_checkpoint
 from normsmith.surgery.stored import Names
 from normsmith.surgery.stream import Edits, Product, read_tensor, single_threaded, write_shards
@@ -57,6 +58,7 @@ def fold_checkpoint(
     source: str | Path,
     output: str | Path,
     *,
+    where: Where = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     strict: bool = False,
@@ -72,6 +74,7 @@ def fold_checkpoint(
     Args:
         source: a Hugging Face model folder with safetensors, in one file or with an index.
         output: the folder to write.
+        where: sites to fold, as in `select_sites`; default all.
         overwrite: replace what an earlier run wrote there.
         trust_remote_code: run the Python files that come with the checkpoint, for an architecture that transformers
             does not have.
@@ -89,7 +92,8 @@ def fold_checkpoint(
     model = _meta_model(files, trust_remote_code)
     sites = _sites(model, source)
     plan = _Plan(files, Names(model, files), Edits())
-    _plan(plan, sites, trust_remote_code)
+    chosen = {site.name for site in select_sites(sites, where)} if sites else set[str]()
+    _plan(plan, sites, chosen, trust_remote_code)
     kept = plan.kept
     if strict and (left := [(site.name, kept[site.name]) for site in sites if site.name in kept and _has_some(site)]):
         raise NotFoldableError("cannot be folded: " + "; ".join(f"{name}: {why}" for name, why in left))
@@ -205,9 +209,9 @@ def _has_some(site: Site) -> bool:
     return site.facts.plain and len(site.facts.shape) == 1 and bool(site.facts.weight or site.facts.bias)
 
 
-def _plan(plan: _Plan, sites: Sites, trust_remote_code: bool) -> None:
+def _plan(plan: _Plan, sites: Sites, chosen: set[str], trust_remote_code: bool) -> None:
     separate: Sites | str | None = None
-    for site in sites:
+    for site in (site for site in sites if site.name in chosen):
         heads: dict[str, Entry] = {}
         if site.untie and not site.blocked and _has_some(site):
             separate = _separate(plan.files, plan.names, sites, trust_remote_code) if separate is None else separate
