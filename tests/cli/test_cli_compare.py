@@ -164,6 +164,7 @@ def test_several_processes_each_with_its_threads_and_one_that_dies(work: Path) -
     assert [row["counts"] for row in results(work / "st")["arms"]] == [{"finished": 2}] * 2
 
 
+@pytest.mark.slow
 def test_a_terminated_study_ends_its_processes_and_leaves_its_runs_open(work: Path) -> None:
     workers: list[int] = []
 

@@ -521,8 +521,10 @@ def test_a_file_that_may_not_grow(llama: Path, tmp_path: Path) -> None:
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from normsmith.surgery import fold_checkpoint
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell hands down an ignored one
 
 def tick(done, total):
     print(done, flush=True)

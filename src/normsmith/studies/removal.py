@@ -88,7 +88,7 @@ def preset(model: Any, steps: int | None = None) -> RemovalConfig:
         learning_rate=peak,
         min_learning_rate_ratio=last / peak,
         warmup=warm / total,
-        weight_decay=0.01,
+        weight_decay=0.01 if row else 0.0,
     )
     taper = TaperConfig(warmup=start / total, end=end / total, momentum=0.1, scale_loss=scale)
     # The paper's settings are kept whole; elsewhere what helped most is the default (docs/results/tapernorm.md).
