@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_not_ours(work: Path) -> None:
     normsmith("bench", "decode", "llama").refused("llama: is a 'llama', not a model that normsmith trained")
     normsmith("fold", "nothing", "-o", "o").refused("nothing: holds no model")
     normsmith("fold", "absent", "-o", "o").refused("absent: no such folder")
-    normsmith("fold", "tiny.yaml", "-o", "o").refused("tiny.yaml: no such folder")
+    normsmith("fold", "tiny.yaml", "-o", "o").refused("tiny.yaml: is a file, expected a model folder")
     assert contents(work) == before
 
 

@@ -442,7 +442,7 @@ def test_an_output_that_would_harm_something(llama: Path, tmp_path: Path) -> Non
     before = contents(tmp_path)
     for source, output, message in (
         ("absent", "out", "absent: no such folder"),
-        ("model/config.json", "out", "config.json: no such folder"),
+        ("model/config.json", "out", "config.json: is a file, expected a model folder"),
         ("model", "model", "lies inside the input"),
         ("model", "model/out", "lies inside the input"),
         ("model", ".", "holds the input"),

@@ -42,7 +42,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
         load_model(tmp_path)
     for text in ("{", "[1]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(InputError, match=r"config.json: (cannot be read|holds no model)"):
+        with pytest.raises(InputError, match=r"config.json: (cannot be read|holds no JSON object)"):
             load_model(tmp_path)
 
 

@@ -27,11 +27,11 @@ def load_any(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers.utils import logging
 
     from normsmith.models import NormsmithConfig
-    from normsmith.studies.checkpoint import load_checkpoint
-    from normsmith.surgery.load import load_model, read_config
+    from normsmith.studies.checkpoint import load_checkpoint, model_type
+    from normsmith.surgery.load import load_model
 
     logging.disable_progress_bar()
-    if read_config(folder).get("model_type") == NormsmithConfig.model_type:
+    if model_type(folder) == NormsmithConfig.model_type:
         return load_checkpoint(folder)
     return load_model(folder, trust_remote_code)
 

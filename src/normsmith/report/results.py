@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -24,6 +25,19 @@ class Point(Config):
     learning_rate: float | None = None
     scale_loss: float | None = None
     gradient_norm: float | None = None
+
+    @classmethod
+    def from_log(cls, entry: Mapping[str, float]) -> Self:
+        """The point of one entry of the Trainer's log."""
+        return cls(
+            step=int(entry["step"]),
+            loss=entry.get("loss"),
+            validation_loss=entry.get("eval_loss"),
+            gate=entry.get("gate"),
+            learning_rate=entry.get("learning_rate"),
+            scale_loss=entry.get("auxiliary_loss"),
+            gradient_norm=entry.get("grad_norm"),
+        )
 
 
 class Arm(Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +12,7 @@ from transformers.utils import logging
 from normsmith.errors import InputError
 from normsmith.folders import check_output, write_folder
 from normsmith.models import NormsmithConfig, NormsmithForCausalLM
+from normsmith.surgery.shards import read_config
 
 
 def model_type(folder: Path) -> str | None:
@@ -21,16 +21,7 @@ def model_type(folder: Path) -> str | None:
     Raises:
         InputError: no such folder, or no configuration that can be read.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    config = folder / "config.json"
-    try:
-        loaded: Any = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{folder}: holds no model (config.json is missing)") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{config}: cannot be read ({error})") from None
-    kind = cast("dict[str, Any]", loaded).get("model_type") if isinstance(loaded, dict) else None
+    kind = read_config(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 

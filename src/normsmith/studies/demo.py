@@ -187,20 +187,8 @@ def _arm(arm: DemoArm, run: Run | DivergedError, reference: float | None, folded
         perplexity=math.exp(loss),
         gap_percent=None if reference is None or arm.name == "rmsnorm" else 100 * (loss / reference - 1),
         fold_error=folded.report.error if is_folded and folded else None,
-        curve=tuple(_point(entry) for entry in run.history),
+        curve=tuple(Point.from_log(entry) for entry in run.history),
         stream_scale=tuple(stream_scale(run.model, input_ids=ids)),
-    )
-
-
-def _point(entry: dict[str, float]) -> Point:
-    return Point(
-        step=int(entry["step"]),
-        loss=entry.get("loss"),
-        validation_loss=entry.get("eval_loss"),
-        gate=entry.get("gate"),
-        learning_rate=entry.get("learning_rate"),
-        scale_loss=entry.get("auxiliary_loss"),
-        gradient_norm=entry.get("grad_norm"),
     )
 
 

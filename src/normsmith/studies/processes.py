@@ -36,7 +36,7 @@ class _Worker:
     """A process that takes runs until none is free; it ends itself when this end of its input closes."""
 
     def __init__(self, study: Study, threads: int, messages: Messages) -> None:
-        self.errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the process)
         # OpenMP reads these once, when torch is loaded: later is too late.
         budget = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
         self.process = subprocess.Popen(

@@ -242,7 +242,7 @@ def _arms(
             perplexity=math.exp(loss),
             gap_percent=None if reference is None else 100 * (loss / reference - 1),
             fold_error=report.error if name == "removed" else None,
-            curve=() if run is None else tuple(_point(entry) for entry in run.history),
+            curve=() if run is None else tuple(Point.from_log(entry) for entry in run.history),
         )
 
     reference = before if control is None else control.loss
@@ -250,17 +250,6 @@ def _arms(
     arms.append(arm("original", "As it was", "before any training", None, before, reference if control else None))
     arms.append(arm("removed", "Norms removed", "tapered and folded", tapered, folded_loss, reference))
     return tuple(arms)
-
-
-def _point(entry: dict[str, float]) -> Point:
-    return Point(
-        step=int(entry["step"]),
-        loss=entry.get("loss"),
-        gate=entry.get("gate"),
-        learning_rate=entry.get("learning_rate"),
-        scale_loss=entry.get("auxiliary_loss"),
-        gradient_norm=entry.get("grad_norm"),
-    )
 
 
 def _results(

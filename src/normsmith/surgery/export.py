@@ -26,7 +26,7 @@ _BIG = 1e12  # an eps beside which no token's mean square counts; √_BIG times 
 _ONNX_TOLERANCE = 1e-4
 
 
-def export_model(model: nn.Module, folder: str | Path, format: Format = "native", *, example: Any = None) -> str:  # noqa: A002
+def export_model(model: nn.Module, folder: str | Path, format: Format = "native", *, example: Any = None) -> str:  # noqa: A002 (the word users know)
     """Write `model` into `folder` and say in one sentence what was written.
 
     `native`: a Hugging Face folder with a small modelling file; loads with `trust_remote_code=True` where normsmith is
@@ -155,7 +155,7 @@ class _First(nn.Module):
 def _save_onnx(model: nn.Module, folder: Path, example: Any) -> str:
     try:
         import onnxruntime  # pyright: ignore[reportMissingTypeStubs]
-        import onnxscript  # noqa: F401 # pyright: ignore[reportUnusedImport, reportMissingTypeStubs]
+        import onnxscript  # noqa: F401 (torch.onnx needs it) # pyright: ignore[reportUnusedImport, reportMissingTypeStubs]
     except ImportError as error:
         raise InputError(f"onnx: {error.name} is missing; pip install 'normsmith[onnx]'") from None
     inputs = _inputs(make_example(model) if example is None else example)

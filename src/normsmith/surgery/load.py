@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from normsmith.errors import InputError
 from normsmith.surgery.native import adopt_
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json.
-
-    Raises:
-        InputError: no such folder, no config.json, or one that is no JSON object.
-    """
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: " + ("is a file, expected a model folder" if folder.exists() else "no such folder")
-        )
-    path = folder / "config.json"
-    try:
-        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{folder}: holds no model (config.json is missing)") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(loaded, dict):
-        raise InputError(f"{path}: holds no model configuration")
-    return cast("dict[str, Any]", loaded)
+from normsmith.surgery.shards import read_config
 
 
 def load_model(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -65,11 +65,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         InputError: no such folder, no configuration, a quantised model, no safetensors (pickles are never read), a
             damaged or missing file, or an index that says something else than the files; the message names the file.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    if not (folder / "config.json").exists():
-        raise InputError(f"{folder}: holds no model (config.json is missing)")
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     if config.get("quantization_config"):
         raise InputError(
             f"{folder / 'config.json'}: the model is quantised (quantization_config), so its weights cannot be "
@@ -81,6 +77,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(_no_weights(folder))
     index = read_json(folder / INDEX)
     return Checkpoint(folder, config, index, _indexed(folder, index))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        InputError: no such folder, no config.json, or one that is no JSON object.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: " + ("is a file, expected a model folder" if folder.exists() else "no such folder")
+        )
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder}: holds no model (config.json is missing)")
+    return read_json(folder / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
