@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "normsmith needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; rm -rf $(VENV); exit 1; }
 	@echo "installing the pinned packages into $(VENV) (once, a few minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser,onnx]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser,onnx,eval,ray]'
 	@touch $@
 
 install: $(VENV)/.installed ## make .venv with the pinned packages
