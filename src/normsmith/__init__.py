@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from normsmith.schedules import Controller, TaperConfig, TaperController
     from normsmith.surgery import (
         FoldReport,
+        RestoreReport,
         Site,
         SwapReport,
         find_norms,
@@ -37,6 +38,7 @@ _HOME = {
     "NormsmithConfig": "models",
     "NormsmithForCausalLM": "models",
     "Site": "surgery",
+    "RestoreReport": "surgery",
     "SwapReport": "surgery",
     "TaperConfig": "schedules",
     "TaperController": "schedules",
@@ -63,6 +65,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "NormsmithCallback",
     "NormsmithConfig",
     "NormsmithForCausalLM",
+    "RestoreReport",
     "Site",
     "SwapReport",
     "TaperConfig",

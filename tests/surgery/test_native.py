@@ -135,6 +135,32 @@ def test_loading_without_permission_fails_instead_of_building_the_old_architectu
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_change_of_a_part_is_known_to_the_whole(tmp_path: Path, family: str, change: str) -> None:
+    """The part knows nothing of the head around it, and the head is what is saved."""
+    whole, other = tiny(family), tiny(family)
+    part = whole.get_submodule(whole.base_model_prefix)
+    CHANGES[change](part)
+    whole.save_pretrained(tmp_path / "whole")
+    again = load_model(tmp_path / "whole", trust_remote_code=True)
+    assert apart(output(again), output(whole)) <= 1e-6
+    other.save_pretrained(tmp_path / "other")
+    assert not (tmp_path / "other" / MODELLING_FILE).exists()
+    if change == "swap":
+        ns.restore_(part)
+        whole.save_pretrained(tmp_path / "restored")
+        assert not (tmp_path / "restored" / MODELLING_FILE).exists()
+
+
+def test_a_change_deep_inside_is_known_to_the_whole(tmp_path: Path) -> None:
+    whole = tiny("vit")
+    ns.swap_norms_(whole.layers[0], "dyt", example=torch.randn(1, 5, 32))
+    whole.save_pretrained(tmp_path)
+    again = load_model(tmp_path, trust_remote_code=True)
+    assert apart(output(again), output(whole)) <= 1e-6
+
+
 def test_generation_and_a_second_round_with_normsmith(tmp_path: Path) -> None:
     model = tiny("llama")
     fold_full(model)

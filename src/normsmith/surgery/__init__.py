@@ -3,12 +3,13 @@
 from normsmith.surgery.checkpoint import CheckpointReport, fold_checkpoint
 from normsmith.surgery.find import Site, Sites, find_norms
 from normsmith.surgery.fold import FoldReport, fold_
-from normsmith.surgery.swap import SwapReport, restore_, swap_norms_
+from normsmith.surgery.swap import RestoreReport, SwapReport, restore_, swap_norms_
 from normsmith.surgery.taper import taper_
 
 __all__ = [
     "CheckpointReport",
     "FoldReport",
+    "RestoreReport",
     "Site",
     "Sites",
     "SwapReport",

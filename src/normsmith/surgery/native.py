@@ -7,6 +7,7 @@ instead of silently building the old architecture.
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -212,7 +213,25 @@ class NativeSaver:
 
 
 def keep_changes(model: nn.Module) -> None:
-    """From now on let `save_pretrained` of the model, and of those inside it, write the native format."""
-    for module in model.modules():
+    """From now on let `save_pretrained` of the model, of those inside it and of those it is part of, write the native
+    format; a model that takes it as a part later is not among them.
+    """
+    for module in (*model.modules(), *_wholes(model)):
         if stock_class(module) is not None and hasattr(module, "save_pretrained"):
             module.__dict__["save_pretrained"] = NativeSaver(module)
+
+
+def _wholes(part: nn.Module) -> list[nn.Module]:
+    """Every living module that holds `part`: a module does not know who holds it, Python's garbage collector does."""
+    found: list[nn.Module] = []
+    fresh: list[nn.Module] = [part]
+    while fresh:
+        holders = {id(m): m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _holds(m, fresh)}
+        fresh = [m for m in holders.values() if all(m is not known for known in found)]
+        found += fresh
+    return found
+
+
+def _holds(module: Any, parts: list[nn.Module]) -> bool:
+    children = module.__dict__.get("_modules") or {}  # a module whose __init__ has not run has none
+    return any(child is part for child in children.values() for part in parts)

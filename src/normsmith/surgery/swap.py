@@ -52,6 +52,16 @@ class SwapReport:
         return text_table(("site", "result", "difference of its output"), rows)
 
 
+@dataclass(frozen=True)
+class RestoreReport:
+    """What `restore_` did: (site, class that was swapped in, class that is back) for every site that was put back."""
+
+    restored: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        return text_table(("site", "result"), [(name, f"{new} → {old}") for name, new, old in self.restored])
+
+
 def _deviation(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1e}" + (" (the same function)" if value <= _EXACT else "")
 
@@ -146,11 +156,8 @@ def _write_back(values: list[tuple[Tensor, Tensor]]) -> None:
         tensor.copy_(value)
 
 
-def restore_(model: nn.Module) -> tuple[str, ...]:
+def restore_(model: nn.Module) -> RestoreReport:
     """Undo the last `swap_norms_` of this model: the same module objects, with the values they had. In place.
-
-    Returns:
-        The names of the sites that were put back.
 
     Raises:
         InputError: no swap of this model object is on record (a copy or a reloaded model has none).
@@ -163,9 +170,10 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
             "since"
         )
     record = records.pop()
+    new = {name: type(model.get_submodule(name)).__name__ for name in record.modules}
     replace_modules(model, record.modules)
     _write_back(record.values)
-    return tuple(record.modules)
+    return RestoreReport(tuple((name, new[name], type(old).__name__) for name, old in record.modules.items()))
 
 
 def plain_norm(site: Site, nearest: bool = False) -> Norm:
