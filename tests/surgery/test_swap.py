@@ -169,6 +169,19 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.M
         restore_(model)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_restored_norms_follow_the_model(family: str) -> None:
+    model = tiny(family)
+    expected = state(copy.deepcopy(model).to("meta", torch.bfloat16))
+    swap_norms_(model, "dyt", where="pre")
+    swap_norms_(model, "rmsnorm", where="final")  # of Gemma: a float32 gain of its own in any case
+    model.to("meta", torch.bfloat16)
+    restore_(model)
+    restore_(model)
+    now = model.state_dict()
+    assert {n: (t.device, t.dtype) for n, t in now.items()} == {n: (t.device, t.dtype) for n, t in expected.items()}
+
+
 def test_an_error_in_the_model_leaves_no_hooks_and_its_modes() -> None:
     model = two().train()
     model.linears[1].eval()

@@ -33,6 +33,7 @@ _HOOKS = (
     "_is_full_backward_hook",
 )
 _EXACT = 1e-5
+_Place = tuple[torch.device, torch.dtype] | None
 _SMALLEST_EPS = 1e-30  # the square of no float32 activation that matters; an all-zero token stays finite
 
 
@@ -68,10 +69,11 @@ def _deviation(value: float | None) -> str:
 
 @dataclass
 class _Record:
-    """A swap that can be undone: the old modules and the values their tensors had."""
+    """A swap that can be undone: the old modules, the values their tensors had, and where the new ones were put."""
 
     modules: dict[str, nn.Module]
     values: list[tuple[Tensor, Tensor]]
+    placed: dict[str, _Place]
 
 
 _history: weakref.WeakKeyDictionary[nn.Module, list[_Record]] = weakref.WeakKeyDictionary()
@@ -138,7 +140,9 @@ def swap_norms_(
     replace_modules(model, new)
     if new:
         keep_changes(model)
-        _history.setdefault(model, []).append(_Record(old, saved))
+        _history.setdefault(model, []).append(
+            _Record(old, saved, {name: _place(module) for name, module in new.items()})
+        )
     return SwapReport(tuple(swapped), tuple(kept))
 
 
@@ -170,10 +174,23 @@ def restore_(model: nn.Module) -> RestoreReport:
             "since"
         )
     record = records.pop()
-    new = {name: type(model.get_submodule(name)).__name__ for name in record.modules}
-    replace_modules(model, record.modules)
+    now = {name: model.get_submodule(name) for name in record.modules}
     _write_back(record.values)
-    return RestoreReport(tuple((name, new[name], type(old).__name__) for name, old in record.modules.items()))
+    for name, old in record.modules.items():
+        _follow(record.placed[name], _place(now[name]), old)
+    replace_modules(model, record.modules)
+    restored = ((name, type(now[name]).__name__, type(old).__name__) for name, old in record.modules.items())
+    return RestoreReport(tuple(restored))
+
+
+def _place(module: nn.Module) -> _Place:
+    return next(((p.device, p.dtype) for p in module.parameters()), None)
+
+
+def _follow(before: _Place, now: _Place, old: nn.Module) -> None:
+    """Move `old`, which was not part of the model meanwhile, as the norm that stood in for it was moved since."""
+    if before is not None and now is not None and before != now:
+        old.to(device=now[0], dtype=None if now[1] == before[1] else now[1])
 
 
 def plain_norm(site: Site, nearest: bool = False) -> Norm:
