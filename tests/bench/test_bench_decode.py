@@ -16,8 +16,9 @@ from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.norms import Norm
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import TaperConfig
-from normsmith.surgery import taper_
+from normsmith.surgery import find_norms, taper_
 from tests.conftest import scramble
+from tests.tiny import apart, output, state, tiny
 
 PROMPT = torch.randint(90, (2, 7), generator=torch.Generator().manual_seed(1))
 
@@ -89,6 +90,96 @@ def test_family_of_a_tapered_checkpoint_keeps_its_weights(preset: str, tmp_path:
     assert counts["folded"] < counts["tapered"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_family_of_a_foreign_model(family: str) -> None:
+    model = tiny(family)
+    first = state(model)
+    models = decode_family(model, fused=True)
+    assert list(models) == ["baseline", *(["fused"] if family == "llama" else []), "tapered", "folded", "twin"]
+    kinds = {name: [site.role for site in find_norms(m)] for name, m in models.items()}
+    assert kinds["baseline"] == kinds["tapered"] == ["pre"] * 4 + ["final"]
+    assert kinds["folded"] == kinds["twin"] == ["final"]
+    assert torch.equal(output(models["baseline"]), output(model))
+    assert apart(output(models["folded"]), output(models["tapered"])) <= 1e-5
+    if family == "llama":
+        assert sum(type(m) is nn.RMSNorm for m in models["fused"].modules()) == 5
+        assert apart(output(models["fused"]), output(model)) <= 1e-6
+    assert {n for n, _ in models["twin"].named_parameters()} < set(first), "the twin has no weight of its own"
+    assert all(torch.equal(t, first[n]) for n, t in model.state_dict().items()), "the caller's model is kept"
+
+
+def test_a_foreign_model_that_was_tapered_has_its_norms_back_as_baseline() -> None:
+    model = tiny("llama")
+    expected = output(model)
+    controller = taper_(model, TaperConfig(scale_loss=0), steps=10)
+    controller.close()
+    for norm in controller.sites.values():
+        norm.gate.zero_()
+        norm.gate_eval.zero_()
+        norm.scale.fill_(0.3)
+    family = decode_family(model)
+    assert apart(output(family["baseline"]), expected) <= 1e-6
+    assert apart(output(family["folded"]), output(model)) <= 1e-5
+    assert apart(output(family["folded"]), expected) > 1e-2
+
+
+@pytest.mark.parametrize("preset", ["llama", "gpt"])
+@pytest.mark.parametrize("new_tokens", [2, 12])
+def test_a_static_cache_gives_the_same_tokens_every_time(preset: str, new_tokens: int) -> None:
+    model = small(preset)
+    expected, _ = greedy_decode(model, PROMPT, new_tokens)
+    decoder = bench.Decoder(model, PROMPT, new_tokens, "static")
+    assert decoder.produced == 2 * (new_tokens - 1)
+    for _ in range(2):  # the cache of the first call is used again
+        assert torch.equal(decoder()[0], expected)
+
+
+def test_without_a_cache_one_pass_gives_the_next_token() -> None:
+    model = small()
+    decoder = bench.Decoder(model, PROMPT, 12, "none")
+    token, seconds = decoder()
+    assert torch.equal(token, greedy_decode(model, PROMPT, 2)[0][:, :1])
+    assert decoder.produced == 2
+    assert seconds > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")  # when inductor is imported
+def test_a_compiled_step_is_compiled_once_and_agrees() -> None:
+    model = small()
+    torch._dynamo.reset()
+    decoder = bench.Decoder(model, PROMPT, 12, "static", compiled=True)
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    decoder.step = torch.compile(model, backend=count, dynamic=False)
+    expected = greedy_decode(model, PROMPT, 12)[0]
+    assert torch.equal(decoder()[0], expected)
+    assert torch.equal(decoder()[0], expected)
+    assert len(graphs) == 1
+
+
+def test_a_cache_that_gives_other_tokens_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bench.Decoder.__call__
+
+    def spoiled(self: bench.Decoder) -> tuple[Tensor, float]:
+        tokens, seconds = run(self)
+        return (tokens + 1) % 90 if self.cache == "static" else tokens, seconds
+
+    monkeypatch.setattr(bench.Decoder, "__call__", spoiled)
+    with pytest.raises(VerificationError, match="only and only with static cache generate different tokens"):
+        bench_decode({"only": small()}, PROMPT, new_tokens=4, rounds=1, cache="static")
+
+
+def test_protocols_that_cannot_be_timed() -> None:
+    with pytest.raises(InputError, match="cache 'large': write dynamic, static or none"):
+        bench.Decoder(small(), PROMPT, 4, "large")  # pyright: ignore
+    with pytest.raises(InputError, match="a cache that grows cannot be compiled"):
+        bench.Decoder(small(), PROMPT, 4, compiled=True)
+
+
 def test_an_unfinished_taper_has_no_family() -> None:
     model = at_the_end("llama")
     for norm in (m for m in model.modules() if isinstance(m, TaperedNorm)):
@@ -101,13 +192,13 @@ def test_speeds_are_tokens_per_second_relative_to_the_first(monkeypatch: pytest.
     delays = {"baseline": 0.04, "tapered": 0.02, "folded": 0.01}
     family = {name: model for name, model in decode_family(small()).items() if name in delays}
     names = {id(model): name for name, model in family.items()}
-    decode = bench.greedy_decode
+    decode = bench.Decoder.__call__
     ticks: list[int] = []
 
-    def known(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, float]:
-        return decode(model, prompt, new_tokens)[0], delays[names[id(model)]]
+    def known(self: bench.Decoder) -> tuple[Tensor, float]:
+        return decode(self)[0], delays[names[id(self.model)]]
 
-    monkeypatch.setattr(bench, "greedy_decode", known)
+    monkeypatch.setattr(bench.Decoder, "__call__", known)
     speeds = bench_decode(family, PROMPT, new_tokens=5, rounds=3, warmup=0, tick=ticks.append)
     assert [s.name for s in speeds] == list(delays)
     assert [s.median for s in speeds] == pytest.approx([2 * 4 / d for d in delays.values()])

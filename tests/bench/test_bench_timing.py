@@ -34,7 +34,8 @@ def test_the_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", finish)
-    assert seconds_of(lambda: queue.append(0.03)) == pytest.approx(0.03, rel=0.05)
+    # A busy machine may sleep longer, but never less, and not by all of what was left over.
+    assert 0.03 <= seconds_of(lambda: queue.append(0.03)) < 0.1
     assert timing.synchronize() is None
 
 

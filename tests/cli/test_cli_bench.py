@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from normsmith.bench import decode
+from normsmith.bench import family
+from normsmith.surgery import FoldReport
 from tests.cli.conftest import normsmith
 
-NAMES = ["baseline", "tapered", "folded", "twin"]
+NAMES = ["baseline", "fused", "tapered", "folded", "twin"]
 
 
 def test_decode_json_of_a_trained_model(trained: Path) -> None:
@@ -28,24 +29,52 @@ def test_decode_prints_a_table_for_a_random_model() -> None:
     assert result.code == 0
     assert result.err.startswith("decoding: 1/1 ")
     head, _, *rows, ceiling = result.out.splitlines()
-    assert head.split() == ["model", "tokens/s", "quartiles", "ratio"]
+    assert head.split() == ["model", "batch", "tokens/s", "quartiles", "ratio"]
     assert len(rows) == len(NAMES)
     assert rows[0].split()[-1] == "1.000"
     assert ceiling.startswith("folded / norm-free twin: ")
 
 
 def test_decode_prints_no_speed_for_models_that_disagree(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fold_ = decode.fold_
+    fold_ = family.fold_
 
-    def spoiled(model: torch.nn.Module) -> None:
-        fold_(model)
+    def spoiled(model: torch.nn.Module) -> FoldReport:
+        report = fold_(model)
         with torch.no_grad():
             model.get_parameter("model.layers.0.self_attn.o_proj.weight").mul_(-3)
+        return report
 
-    monkeypatch.setattr(decode, "fold_", spoiled)
+    monkeypatch.setattr(family, "fold_", spoiled)
     result = normsmith("bench", "decode", trained / "taper", "--rounds", "1", "--new-tokens", "16")
     assert (result.code, result.out) == (1, "")
     assert "normsmith: tapered and folded generate different tokens" in result.err
+
+
+def test_decode_of_several_batches_with_a_static_cache_and_without() -> None:
+    for cache in ("static", "none"):
+        short = ("--rounds", "1", "--new-tokens", "4", "--prompt", "8", "--json")
+        result = normsmith("bench", "decode", "--batch", "1,2", "--cache", cache, *short)
+        assert (result.code, result.err) == (0, "")
+        rows = json.loads(result.out)
+        assert [(row["name"], row["batch"], row["cache"]) for row in rows] == [
+            (name, size, cache) for size in (1, 2) for name in NAMES
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch", "1,x"), "--batch '1,x': write one or several numbers of sequences"),
+        (("--batch", "0"), "--batch '0': write"),
+        (("--batch", "2,2"), "--batch '2,2': write"),
+        (("--cache", "big"), "cache 'big': write dynamic, static or none"),
+        (("--compile",), "a cache that grows cannot be compiled"),
+    ],
+)
+def test_decode_refuses_what_it_cannot_measure(options: tuple[str, ...], message: str) -> None:
+    result = normsmith("bench", "decode", *options)
+    assert result.code == 2
+    assert message in result.err
 
 
 def test_step_of_a_small_model() -> None:

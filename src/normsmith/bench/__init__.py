@@ -1,6 +1,7 @@
 """Benchmarks: a correctness gate first, then ratios within one run."""
 
-from normsmith.bench.decode import LABELS, DecodeSpeed, bench_decode, check_agreement, decode_family, greedy_decode
+from normsmith.bench.decode import Decoder, DecodeSpeed, bench_decode, check_agreement, greedy_decode
+from normsmith.bench.family import LABELS, decode_family, with_fused_norms
 from normsmith.bench.imports import bench_import
 from normsmith.bench.ops import bench_sphere_update, bench_training_step
 from normsmith.bench.removal import bench_removal
@@ -9,6 +10,7 @@ from normsmith.bench.timing import Timing, interleave, seconds_of
 __all__ = [
     "LABELS",
     "DecodeSpeed",
+    "Decoder",
     "Timing",
     "bench_decode",
     "bench_import",
@@ -20,4 +22,5 @@ __all__ = [
     "greedy_decode",
     "interleave",
     "seconds_of",
+    "with_fused_norms",
 ]

@@ -1,24 +1,21 @@
-"""Decoding speed with a KV cache: what tapering and folding are worth at inference."""
+"""Decoding speed: what tapering and folding are worth at inference."""
 
 from __future__ import annotations
 
-import copy
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from normsmith.bench.timing import Timing, interleave, synchronize
 from normsmith.errors import InputError, VerificationError
-from normsmith.models import NormsmithForCausalLM
-from normsmith.models.describe import describe
-from normsmith.norms.tapered import TaperedNorm
-from normsmith.schedules import TaperConfig
-from normsmith.surgery import fold_, taper_
+
+CacheKind = Literal["dynamic", "static", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,67 +29,85 @@ class DecodeSpeed:
     ratio: float
 
 
-LABELS = {
-    "baseline": "normalised baseline",
-    "tapered": "tapered, not folded",
-    "folded": "tapered and folded",
-    "twin": "norm-free twin (the ceiling)",
-}
+class Decoder:
+    """Greedy continuation of one prompt (batch, time) by one model; calling it gives (tokens, seconds).
 
+    Args:
+        model: a causal language model of transformers' kind, in evaluation mode.
+        prompt: token ids.
+        new_tokens: how many to generate; the first comes from the prefill, which is not timed.
+        cache: `dynamic` grows, `static` has its final size from the start (and is made once, for all calls), `none` is
+            the other published protocol: one forward pass over the prompt without a cache, last-token logits only, and
+            new_tokens does not count.
+        compiled: compile the step; on CUDA with graphs.
 
-def decode_family(model: NormsmithForCausalLM) -> dict[str, nn.Module]:
-    """The models that are compared: normalised baseline, tapered, folded, and the twin that never had norms.
-
-    Speed does not depend on the weights, so one model is enough to make all four. A model that was tapered to the end
-    keeps its weights in `tapered` and `folded`; one that has plain norms is tapered here with c = 1, for speed only.
+    Raises:
+        InputError: compiled with a cache that grows, which would compile anew at every length.
     """
-    tapered = copy.deepcopy(model).eval()
-    sites = [m for m in tapered.modules() if isinstance(m, TaperedNorm)]
-    if not sites:
-        controller = taper_(tapered, TaperConfig(placement="internal", scale_loss=0), steps=100)
-        controller.close()
-        sites = list(controller.sites.values())
-        for norm in sites:
-            norm.gate.zero_()
-            norm.gate_eval.zero_()
-    describe(tapered)
-    folded = copy.deepcopy(tapered)
-    fold_(folded)
-    describe(folded)
-    plain = {k: _plain(v) for k, v in (("norm", tapered.config.norm), ("final_norm", tapered.config.final_norm))}
-    baseline = _build(tapered, norm_overrides=None, **plain)
-    twin = _build(folded)
-    return {"baseline": baseline, "tapered": tapered, "folded": folded, "twin": twin}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt: Tensor,
+        new_tokens: int = 64,
+        cache: CacheKind = "dynamic",
+        compiled: bool = False,
+    ) -> None:
+        if cache not in ("dynamic", "static", "none"):
+            raise InputError(f"cache {cache!r}: write dynamic, static or none")
+        if compiled and cache == "dynamic":
+            raise InputError("a cache that grows cannot be compiled: write cache static or none")
+        if cache != "none" and new_tokens < 2:
+            raise InputError(f"decoding {new_tokens} token(s) cannot be timed: ask for at least 2")
+        self.model, self.prompt, self.new_tokens, self.cache = model, prompt, new_tokens, cache
+        graphs = "reduce-overhead" if prompt.is_cuda else "default"
+        self.step: Callable[..., Any] = torch.compile(model, mode=graphs, dynamic=False) if compiled else model
+        # Models without the argument give all logits; then that is what their users pay for.
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.options: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
+        self._static: StaticCache | None = None
+
+    @property
+    def produced(self) -> int:
+        """Tokens that the timed part of a call produces."""
+        return self.prompt.shape[0] * (1 if self.cache == "none" else self.new_tokens - 1)
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, float]:
+        """Decode once: tokens (batch, new), seconds."""
+        if self.cache == "none":
+            synchronize()
+            started = time.perf_counter()
+            token = self._best(self.step(input_ids=self.prompt, use_cache=False, **self.options))
+            synchronize()
+            return token, time.perf_counter() - started
+        cache = self._new_cache()
+        token = self._best(self.model(input_ids=self.prompt, cache=cache, use_cache=True, **self.options))
+        tokens = [token]
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(self.new_tokens - 1):
+            token = self._best(self.step(input_ids=token, cache=cache, use_cache=True, **self.options))
+            tokens.append(token)
+        synchronize()
+        return torch.cat(tokens, dim=1), time.perf_counter() - started
+
+    def _best(self, output: Any) -> Tensor:
+        return output.logits[:, -1:].argmax(-1)
+
+    def _new_cache(self) -> Any:
+        config = cast("Any", self.model.config)
+        if self.cache == "dynamic":
+            return DynamicCache(config=config)
+        if self._static is None:
+            self._static = StaticCache(config=config, max_cache_len=self.prompt.shape[1] + self.new_tokens)
+        self._static.reset()
+        return self._static
 
 
-def _plain(norm: Any) -> dict[str, Any]:
-    return {**norm, "kind": str(norm["kind"]).removeprefix("tapered_")}
-
-
-def _build(like: NormsmithForCausalLM, **changes: Any) -> NormsmithForCausalLM:
-    config = copy.deepcopy(like.config)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    parameter = next(like.parameters())
-    built = NormsmithForCausalLM(config).eval()
-    nn.Module.to(built, device=parameter.device, dtype=parameter.dtype)
-    return built
-
-
-@torch.no_grad()
 def greedy_decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, float]:
     """Greedy continuation of `prompt` (batch, time) with a dynamic KV cache: (tokens, seconds without the prefill)."""
-    config: Any = model.config
-    cache = DynamicCache(config=config)
-    token = model(input_ids=prompt, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-    tokens = [token]
-    synchronize()
-    started = time.perf_counter()
-    for _ in range(new_tokens - 1):
-        token = model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        tokens.append(token)
-    synchronize()
-    return torch.cat(tokens, dim=1), time.perf_counter() - started
+    return Decoder(model, prompt, new_tokens)()
 
 
 def bench_decode(
@@ -103,23 +118,33 @@ def bench_decode(
     warmup: int = 2,
     must_agree: tuple[str, str] = ("tapered", "folded"),
     tick: Callable[[int], None] | None = None,
+    cache: CacheKind = "dynamic",
+    compiled: bool = False,
 ) -> list[DecodeSpeed]:
     """Measure the models in interleaved rounds; the first one is the reference of the ratios.
 
+    Arguments as in `Decoder`. Before anything is timed, the two models named in `must_agree` must generate the same
+    tokens, and so must each model with this cache and compilation and the same model plainly.
+
     Raises:
-        VerificationError: the two models named in `must_agree` generate different tokens; a speed-up that changes the
-            output is none, so nothing is measured.
+        VerificationError: they generate different tokens; a speed-up that changes the output is none.
+        InputError: see `Decoder`.
     """
-    if new_tokens < 2:
-        raise InputError(f"decoding {new_tokens} token(s) cannot be timed: ask for at least 2")
+    decoders = {name: Decoder(model, prompt, new_tokens, cache, compiled) for name, model in models.items()}
     if all(name in models for name in must_agree):
         check_agreement(models[must_agree[0]], models[must_agree[1]], prompt, new_tokens, must_agree)
+    if cache == "static" or compiled:
+        for name, decoder in decoders.items():
+            count = 1 if cache == "none" else new_tokens
+            plain = Decoder(models[name], prompt, max(count, 2), "dynamic")()[0][:, :count]
+            how = f"{name} with {cache} cache{', compiled' if compiled else ''}"
+            _compare(models[name], models[name], prompt, plain, decoder()[0], (name, how))
 
-    def case(model: nn.Module) -> Callable[[], float]:
-        return lambda: greedy_decode(model, prompt, new_tokens)[1]
+    def case(decoder: Decoder) -> Callable[[], float]:
+        return lambda: decoder()[1]
 
-    timings = interleave({name: case(model) for name, model in models.items()}, rounds, warmup, tick)
-    produced = prompt.shape[0] * (new_tokens - 1)
+    timings = interleave({name: case(decoder) for name, decoder in decoders.items()}, rounds, warmup, tick)
+    produced = next(iter(decoders.values())).produced
     reference = next(iter(timings.values()))
 
     def speed(name: str, timing: Timing) -> DecodeSpeed:
@@ -130,23 +155,39 @@ def bench_decode(
     return [speed(name, timing) for name, timing in timings.items()]
 
 
-@torch.no_grad()
-def check_agreement(
-    one: nn.Module, other: nn.Module, prompt: Tensor, new_tokens: int, names: tuple[str, str], tolerance: float = 1e-4
-) -> None:
+def check_agreement(one: nn.Module, other: nn.Module, prompt: Tensor, new_tokens: int, names: tuple[str, str]) -> None:
     """Make sure that two models generate the same tokens; a tie within rounding may be broken either way.
+
+    Rounding is 1e-4 of the largest logit, or eight units in the last place of the models' dtype if that is more.
 
     Raises:
         VerificationError: with the position and how far the two models' logits lie apart there.
     """
-    first, second = (greedy_decode(model, prompt, new_tokens)[0] for model in (one, other))
+    first, second = (greedy_decode(model, prompt, max(new_tokens, 2))[0] for model in (one, other))
+    _compare(one, other, prompt, first, second, names)
+
+
+@torch.no_grad()
+def _compare(
+    one: nn.Module,
+    other: nn.Module,
+    prompt: Tensor,
+    first: Tensor,
+    second: Tensor,
+    names: tuple[str, str],
+) -> None:
     different = (first != second).any(0)
     if not different.any():
         return
     position = int(different.nonzero()[0])
     read = torch.cat((prompt, first[:, :position]), dim=1)
-    logits = [cast("Tensor", model(input_ids=read, logits_to_keep=1).logits)[:, -1].double() for model in (one, other)]
-    apart = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    rows = (first != second)[:, position]
+    raw = [cast("Tensor", model(input_ids=read).logits)[rows, -1] for model in (one, other)]
+    logits, tolerance = [r.double() for r in raw], max(1e-4, 8 * torch.finfo(raw[0].dtype).eps)
+    scale = logits[0].abs().max()
+    # Models may differ by rounding; one model run in two ways may do so only where its two best tokens all but tie.
+    chosen = [logits[0].gather(1, tokens[rows, position, None]) for tokens in (first, second)]
+    apart = float(torch.maximum((logits[0] - logits[1]).abs().max(), (chosen[0] - chosen[1]).abs().max()) / scale)
     if not apart <= tolerance:  # logits that are not numbers agree with nothing
         raise VerificationError(
             f"{names[0]} and {names[1]} generate different tokens from position {position} on (their logits differ by "

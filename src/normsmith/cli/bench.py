@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from normsmith.cli.common import JsonFlag, emit
+from normsmith.cli.models import TrustFlag, load_any
+from normsmith.errors import InputError
 
 if TYPE_CHECKING:
-    from normsmith.bench import Timing
+    from normsmith.bench import DecodeSpeed, Timing
+    from normsmith.bench.decode import CacheKind
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
@@ -31,43 +34,71 @@ def decode(
     model: Annotated[
         Path | None, typer.Argument(help="Model folder; default: a random one, 8 layers, d = 256.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences decoded together.")] = 1,
+    batch: Annotated[str, typer.Option("--batch", help="Sequences decoded together; several with commas.")] = "1",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt length in tokens.")] = 32,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to generate.")] = 64,
+    cache: Annotated[
+        str,
+        typer.Option("--cache", help="dynamic, static, or none: one pass over the prompt, last token's logits only."),
+    ] = "dynamic",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (--cache static or none).")] = False,
     rounds: Rounds = 15,
     as_json: JsonFlag = False,
+    trust_remote_code: TrustFlag = False,
 ) -> None:
-    """Tokens per second with a KV cache: normalised baseline, tapered, folded, and the norm-free twin.
+    """Tokens per second: baseline with its own and with fused norms, tapered, folded, and the norm-free twin.
 
-    Example: normsmith bench decode runs/demo/taper
+    Example: normsmith bench decode runs/demo/taper --batch 1,4,16 --cache static --compile
     """
     import torch
 
     from normsmith.bench import LABELS, bench_decode, decode_family
     from normsmith.models import NormsmithForCausalLM, preset_config
-    from normsmith.studies.checkpoint import load_checkpoint
     from normsmith.training import Reporter
 
+    batches = _numbers(batch)
     torch.manual_seed(0)
     if model is None:
         sizes = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "initializer_range": 0.08}
         loaded = NormsmithForCausalLM(preset_config("llama", **sizes))
     else:
-        loaded = load_checkpoint(model)
-    ids = torch.randint(loaded.config.vocab_size, (batch, prompt))
+        loaded = load_any(model, trust_remote_code)
+    family = decode_family(loaded, fused=True)
+    found: dict[int, list[DecodeSpeed]] = {}
     with Reporter(quiet=as_json) as reporter:
-        task = reporter.task("decoding", rounds)
-        speeds = bench_decode(decode_family(loaded), ids, new_tokens, rounds, tick=task.update)
+        for size in batches:
+            ids = torch.randint(loaded.config.vocab_size, (size, prompt))
+            task = reporter.task("decoding" + (f", batch {size}" if len(batches) > 1 else ""), rounds)
+            kind = cast("CacheKind", cache)
+            found[size] = bench_decode(family, ids, new_tokens, rounds, tick=task.update, cache=kind, compiled=compiled)
 
     def text() -> str:
         from normsmith.surgery.table import text_table
 
-        rows = [(LABELS[s.name], f"{s.median:.0f}", f"{s.low:.0f} – {s.high:.0f}", f"{s.ratio:.3f}") for s in speeds]
-        medians = {s.name: s.median for s in speeds}
-        ceiling = f"folded / norm-free twin: {medians['folded'] / medians['twin']:.3f}"
-        return text_table(("model", "tokens/s", "quartiles", "ratio"), rows) + "\n" + ceiling
+        rows: list[tuple[str, ...]] = []
+        ceilings: list[str] = []
+        for size, speeds in found.items():
+            rows += [
+                (LABELS[s.name], str(size), f"{s.median:.0f}", f"{s.low:.0f} – {s.high:.0f}", f"{s.ratio:.3f}")
+                for s in speeds
+            ]
+            medians = {s.name: s.median for s in speeds}
+            at = f", batch {size}" if len(found) > 1 else ""
+            ceilings.append(f"folded / norm-free twin{at}: {medians['folded'] / medians['twin']:.3f}")
+        return "\n".join([text_table(("model", "batch", "tokens/s", "quartiles", "ratio"), rows), *ceilings])
 
-    emit([dataclasses.asdict(speed) for speed in speeds], as_json, text)
+    how: dict[str, Any] = {"prompt": prompt, "new_tokens": new_tokens, "cache": cache, "compiled": compiled}
+    emit([{**dataclasses.asdict(s), "batch": size, **how} for size, rows in found.items() for s in rows], as_json, text)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise InputError(f"--batch {text!r}: write one or several numbers of sequences, as 1,4,16")
+    return numbers
 
 
 @app.command()
