@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normsmith.bench import bench_decode, bench_sphere_update, bench_training_step, decode_family, greedy_decode, ops
+from normsmith.bench import (
+    bench_decode,
+    bench_sphere_update,
+    bench_training_step,
+    decode_family,
+    greedy_decode,
+    ops,
+    step,
+)
 from normsmith.bench import decode as bench
 from normsmith.errors import InputError, VerificationError
 from normsmith.models import NormsmithForCausalLM, preset_config
@@ -285,7 +293,27 @@ def test_a_wrong_sphere_update_is_not_timed(factor: float, monkeypatch: pytest.M
     assert measured == []
 
 
-def test_the_training_step_benchmark_runs() -> None:
-    measured = bench_training_step(width=24, layers=1, batch=1, sequence=4, rounds=2, compiled=False)
-    assert list(measured) == ["pre", "proj", "geo"]
+@pytest.mark.parametrize(
+    ("arms", "cases"),
+    [
+        (("pre", "proj", "geo"), ["pre", "proj", "geo"]),
+        (
+            ("rmsnorm", "taper:end=0.5"),
+            ["rmsnorm", "taper:end=0.5, warm-up", "taper:end=0.5, tapering", "taper:end=0.5, after"],
+        ),
+    ],
+)
+def test_the_training_step_benchmark_runs(
+    arms: tuple[str, ...], cases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[nn.Module, Any]] = []
+    make = step._case
+    monkeypatch.setattr(step, "_case", lambda *args: made.append(args[:2]) or make(*args))
+    measured = bench_training_step(arms, width=24, layers=1, batch=1, sequence=4, rounds=2, compiled=False)
+    assert list(measured) == cases
     assert all(min(t.seconds) > 0 for t in measured.values())
+    gates = [float(m.gate) for model, _ in made for m in model.modules() if isinstance(m, TaperedNorm)]
+    if "rmsnorm" in arms:
+        assert gates[:2] == [1, 1]
+        assert 0.4 < gates[2] < 0.6
+        assert gates[4:] == [0, 0]

@@ -78,8 +78,28 @@ def test_decode_refuses_what_it_cannot_measure(options: tuple[str, ...], message
 
 
 def test_step_of_a_small_model() -> None:
-    result = normsmith("bench", "step", "--width", "48", "--layers", "1", "--eager", "--rounds", "1", "--json")
+    result = normsmith(
+        "bench",
+        "step",
+        "--width",
+        "48",
+        "--layers",
+        "1",
+        "--eager",
+        "--rounds",
+        "1",
+        "--json",
+        "--arms",
+        "pre,sphere:p=2,decay=none",
+    )
     assert (result.code, result.err) == (0, "")
     rows = json.loads(result.out)
+    assert [row["case"] for row in rows] == ["pre", "sphere:p=2,decay=none"]
     assert rows[0]["ratio"] == 1.0
     assert all(row["seconds"] > 0 and len(row["quartiles"]) == 2 for row in rows)
+
+
+def test_step_of_an_unknown_arm() -> None:
+    result = normsmith("bench", "step", "--arms", "pre,spere")
+    assert result.code == 2
+    assert "arm 'spere': unknown name 'spere'" in result.err

@@ -3,8 +3,9 @@
 from normsmith.bench.decode import Decoder, DecodeSpeed, bench_decode, check_agreement, greedy_decode
 from normsmith.bench.family import LABELS, decode_family, with_fused_norms
 from normsmith.bench.imports import bench_import
-from normsmith.bench.ops import bench_sphere_update, bench_training_step
+from normsmith.bench.ops import bench_sphere_update
 from normsmith.bench.removal import bench_removal
+from normsmith.bench.step import bench_training_step
 from normsmith.bench.timing import Timing, interleave, seconds_of
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The sphere update against what it replaces: residual add and LayerNorm; and a whole training step of both."""
+"""The sphere update against what it replaces: residual add and LayerNorm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from normsmith.bench.timing import Timing, interleave, seconds_of
 from normsmith.errors import VerificationError
-from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.ops.sphere import sphere_update, sphere_update_reference
 
 Tick = Callable[[int], None] | None
@@ -76,31 +75,3 @@ def bench_sphere_update(
 
     cases = {name: case(function, wrt) for name, (function, wrt) in functions.items()}
     return interleave(cases, rounds, warmup=5, tick=tick)
-
-
-def bench_training_step(
-    width: int = 384,
-    layers: int = 4,
-    batch: int = 2,
-    sequence: int = 256,
-    rounds: int = 12,
-    compiled: bool = True,
-    tick: Tick = None,
-) -> dict[str, Timing]:
-    """One optimiser step of the reference model with pre-norm and with the sphere, p = 1 and p = ∞."""
-    ids = torch.randint(1000, (batch, sequence), generator=torch.Generator().manual_seed(0))
-    cases: dict[str, Callable[[], float]] = {}
-    for name in ("pre", "proj", "geo"):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 1000, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 6}
-        model = NormsmithForCausalLM(preset_config("llama", **sizes, connection=name)).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        run: Callable[..., Any] = torch.compile(model) if compiled else model
-
-        def step(run: Callable[..., Any] = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            run(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        cases[name] = lambda step=step: seconds_of(step)
-    return interleave(cases, rounds, warmup=3, tick=tick)

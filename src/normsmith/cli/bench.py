@@ -122,19 +122,27 @@ def ops(
 
 @app.command()
 def step(
+    arms: Annotated[
+        list[str] | None,
+        typer.Option("--arms", help="What is compared, as in `normsmith compare`; the first is the reference."),
+    ] = None,
     width: Annotated[int, typer.Option("--width", min=6, help="Width of the model.")] = 384,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 4,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences per step.")] = 2,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")] = 256,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile.")] = False,
     rounds: Rounds = 12,
     as_json: JsonFlag = False,
 ) -> None:
-    """A training step of the reference model with pre-norm and with the sphere.
+    """A training step of the reference model with each arm; default: pre-norm and the sphere, p = 1 and p = ∞.
 
-    Example: normsmith bench step --layers 12
+    Example: normsmith bench step --arms rmsnorm,rmsnorm+taper,autonorm --layers 6
     """
     from normsmith.bench import bench_training_step
+    from normsmith.studies.arms import split_arms
 
-    _show(bench_training_step(width, layers, rounds=rounds, compiled=not eager), as_json)
+    chosen = split_arms(arms or ["pre,proj,geo"])
+    _show(bench_training_step(chosen, width, layers, batch, length, rounds, not eager), as_json)
 
 
 @app.command(name="import")

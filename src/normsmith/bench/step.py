@@ -1,0 +1,87 @@
+"""A whole training step of the reference model, for any arms that `normsmith compare` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from normsmith.bench.timing import Timing, interleave, seconds_of
+from normsmith.models import ModelConfig
+from normsmith.schedules import Controller, TaperController
+from normsmith.studies.arms import arm_recipe
+from normsmith.studies.recipe import Recipe
+from normsmith.studies.runner import build_scheduled
+from normsmith.training import TrainingConfig
+
+_VOCABULARY = 1000
+_STEPS = 100_000  # of the imagined run; the few that are measured do not leave their phase of it
+
+
+def bench_training_step(
+    arms: Sequence[str] = ("pre", "proj", "geo"),
+    width: int = 384,
+    layers: int = 4,
+    batch: int = 2,
+    sequence: int = 256,
+    rounds: int = 12,
+    compiled: bool = True,
+    tick: Callable[[int], None] | None = None,
+) -> dict[str, Timing]:
+    """Seconds of one optimiser step (forward, backward, AdamW, controller) per arm; the first is the reference.
+
+    An arm with a taper is measured three times: in its warm-up, in the middle of the taper, and after it.
+
+    Args:
+        arms: as in `normsmith compare`: `pre`, `sphere:p=1`, `rmsnorm+taper`, `autonorm` …
+        width: of the model; six heads.
+        layers: blocks.
+        batch: sequences per step.
+        sequence: tokens of each.
+        rounds: measured rounds.
+        compiled: compile the models.
+        tick: called after each round.
+
+    Raises:
+        InputError: an unknown arm, or sizes that do not fit together.
+    """
+    ids = torch.randint(_VOCABULARY, (batch, sequence), generator=torch.Generator().manual_seed(0))
+    base = Recipe(
+        model=ModelConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=6),
+        training=TrainingConfig(max_steps=_STEPS),
+    )
+    cases: dict[str, Callable[[], float]] = {}
+    for arm in arms:
+        recipe = arm_recipe(base, arm)
+        model, controller = build_scheduled(recipe, _VOCABULARY)
+        if not isinstance(controller, TaperController):
+            cases[arm] = _case(model, controller, ids, compiled)
+            continue
+        start, end = controller.config.span(_STEPS)
+        phases = {"warm-up": 1, "tapering": (start + end) // 2, "after": _STEPS - 1}
+        for phase, completed in phases.items():
+            model, controller = build_scheduled(recipe, _VOCABULARY)
+            assert controller is not None
+            controller.load_state_dict({**controller.state_dict(), "completed": int(completed)})
+            cases[f"{arm}, {phase}"] = _case(model, controller, ids, compiled)
+    return interleave(cases, rounds, warmup=3, tick=tick)
+
+
+def _case(model: nn.Module, controller: Controller | None, ids: torch.Tensor, compiled: bool) -> Callable[[], float]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run: Callable[..., Any] = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        loss = run(input_ids=ids, labels=ids).loss
+        if controller is not None:
+            loss = loss + controller.auxiliary_loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if controller is not None:
+            controller.step()
+
+    return lambda: seconds_of(step)
