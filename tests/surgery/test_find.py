@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normsmith.errors import InputError
+from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.norms import create_norm
 from normsmith.surgery import Site, find_norms, fold_
 from tests.tiny import apart, output, tiny
@@ -319,3 +320,12 @@ def test_found_models_compute_what_they_did() -> None:
     before = output(model)
     find_norms(model)
     assert torch.equal(output(model), before)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "dyt"])
+def test_a_default_device_of_the_caller_changes_nothing(kind: str) -> None:
+    """Models that are only planned are built, and looked at, under `torch.device("meta")`."""
+    config = preset_config("llama", hidden_size=16, num_hidden_layers=1, vocab_size=50, norm=kind)
+    expected = str(find_norms(NormsmithForCausalLM(config)))
+    with torch.device("meta"):
+        assert str(find_norms(NormsmithForCausalLM(config))) == expected

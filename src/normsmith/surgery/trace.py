@@ -100,7 +100,7 @@ class _Watch(TorchDispatchMode):
         self.inside.pop()
         if not self.inside and isinstance(output, Tensor):
             self.results.pop(id(output), None)
-            shadow = torch.arange(output.shape[-1]).expand(output.shape)
+            shadow = torch.arange(output.shape[-1], device="cpu").expand(output.shape)
             self.features[id(output)] = (name, shadow, 1.0)
             self.alive.append(output)
         return output
@@ -158,7 +158,8 @@ class _Watch(TorchDispatchMode):
         if op is _aten.index and any(isinstance(i, Tensor) and i.is_meta for i in args[1]):
             if len(args[1]) >= args[0].ndim or not _whole(shadow, -1):
                 return False
-            self._label(out, site, torch.arange(shadow.shape[-1]).expand(out.shape), factor)  # rows, whichever
+            row = torch.arange(shadow.shape[-1], device="cpu")  # whichever row it is
+            self._label(out, site, row.expand(out.shape), factor)
             return True
         try:
             foreign = op in (_aten.cat, _aten.stack)  # joined with other tensors, whose features count as none of ours
@@ -166,7 +167,7 @@ class _Watch(TorchDispatchMode):
             def swap(t: Tensor) -> Tensor:
                 if id(t) in self.features:
                     return self.features[id(t)][1]
-                return torch.full(t.shape, -1) if foreign else t
+                return torch.full(t.shape, -1, device="cpu") if foreign else t
 
             shadows = self._replay(func, args, kwargs, swap)
         except (RuntimeError, NotImplementedError):  # indices without values, on the meta device
@@ -302,7 +303,7 @@ class _Watch(TorchDispatchMode):
 
 def _whole(shadow: Tensor, axis: int) -> bool:
     """Whether the features stand along this axis, all in order."""
-    return bool((shadow.movedim(axis, -1) == torch.arange(shadow.shape[axis])).all())
+    return bool((shadow.movedim(axis, -1) == torch.arange(shadow.shape[axis], device="cpu")).all())
 
 
 def _number(value: Any) -> float | None:
