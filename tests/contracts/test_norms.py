@@ -27,7 +27,7 @@ HARD = {
 def made(name: str, **options: Any) -> Norm:
     norm = scramble(create_norm(name, WIDTH, **options))
     assert isinstance(norm, Norm)
-    return norm
+    return norm.eval() if norm.stochastic else norm  # the reference draws no random numbers
 
 
 @pytest.fixture(params=list(norms))
@@ -53,13 +53,15 @@ def test_keeps_shape_and_dtype_and_rounds_once(name: str, parameters: torch.dtyp
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     # float32 arithmetic, then one rounding to the dtype of x: half a unit in the last place.
     eps = max(torch.finfo(inputs).eps / 2, 4e-7 if inputs != torch.float64 else 1e-12)
-    torch.testing.assert_close(y.double(), norm.reference(x), rtol=1.01 * eps, atol=2e-6 * (inputs != torch.float64))
+    near_zero = 2e-6 if inputs != torch.float64 else 1e-14
+    torch.testing.assert_close(y.double(), norm.reference(x), rtol=1.01 * eps, atol=near_zero)
 
 
 def test_gradients(name: str) -> None:
     norm = made(name).double().eval()
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(norm, (x,))
+    if name != "adanorm":  # by definition its gradient is another one: a factor counts as constant
+        assert torch.autograd.gradcheck(norm, (x,))
     upstream = torch.randn(2, 3, WIDTH, dtype=torch.float64)
     wrt = (x, *norm.parameters())
     fast = torch.autograd.grad(norm(x), wrt, upstream, allow_unused=True, materialize_grads=True)
@@ -83,7 +85,7 @@ def test_state_and_config_round_trip(name: str) -> None:
     config = norm.config
     assert norm_config(json.loads(json.dumps(config.to_dict()))) == config
     assert norm_config(yaml.safe_load(config.to_yaml())) == config
-    again = create_norm(config, WIDTH)
+    again = create_norm(config, WIDTH).train(norm.training)
     again.load_state_dict(norm.state_dict())
     x = torch.randn(4, WIDTH)
     assert torch.equal(again(x), norm(x))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normsmith.config import Config
-from normsmith.errors import InputError
+from normsmith.errors import ConfigError, InputError
 from normsmith.registry import Registry
 
 
@@ -44,6 +44,7 @@ class Norm(nn.Module):
     Config: ClassVar[type[NormConfig]] = NormConfig
     centred: ClassVar[bool] = False  # whether the token's mean is subtracted first
     gain_last: ClassVar[bool] = False  # whether it ends with ⊙ gamma + beta, so that these can move into the readers
+    stochastic: ClassVar[bool] = False  # whether it draws random numbers in training mode
 
     def __init__(self, width: int, config: NormConfig | None = None, **options: Any) -> None:
         super().__init__()
@@ -108,8 +109,17 @@ def shared_options(cls: type[Norm], old: nn.Module) -> NormConfig:
     """The configuration of `cls` with the options that `old` has too."""
     eps = getattr(old, "eps", None)
     options = old.config.to_dict() if isinstance(old, Norm) else {} if eps is None else {"eps": eps}
-    shared = {k: v for k, v in options.items() if k in cls.Config.model_fields}
+    shared = {k: v for k, v in options.items() if k in cls.Config.model_fields and _takes(cls, k, v)}
     return cls.Config(**{**shared, "kind": cls.kind})
+
+
+def _takes(cls: type[Norm], option: str, value: Any) -> bool:
+    # Two norms may have an option of one name with different values.
+    try:
+        cls.Config(**{"kind": cls.kind, option: value})
+    except ConfigError:
+        return False
+    return True
 
 
 norms: Registry[type[Norm]] = Registry("norm")

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 
-from normsmith.errors import InputError
+from normsmith.errors import DivergedError, InputError
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.ops.statistics import centre, widen
 from normsmith.ops.taper import token_mean
+from normsmith.schedules.overflow import Overflow, remedy
 from normsmith.schedules.taper import TaperConfig
 
 
@@ -26,11 +28,15 @@ class Controller:
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
         self.completed = 0
+        self._handles: list[RemovableHandle] = []  # of the hooks it watches the model with
 
     def length(self) -> int:
         """The run's number of optimiser steps, or an error that says how to give it."""
         if self.steps is None:
-            raise InputError("the schedule does not know how long the run is: pass steps= to taper_, or use a Trainer")
+            raise InputError(
+                "the schedule does not know how long the run is: pass steps= to what made it (taper_, freeze_gates_), "
+                "or use a Trainer"
+            )
         return self.steps
 
     def step(self) -> None:
@@ -45,6 +51,10 @@ class Controller:
         """Numbers worth logging; reading them waits for the device."""
         return {}
 
+    def diagnosis(self) -> str:
+        """Where and when the forward pass stopped being finite, in a clause; empty while it is, or if not known."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that is not in the model's own state, as JSON values."""
         return {"completed": self.completed, "steps": self.steps}
@@ -57,6 +67,11 @@ class Controller:
                 "resume with the same number of steps"
             )
         self.steps, self.completed = state["steps"], state["completed"]
+
+    def close(self) -> None:
+        """Stop watching the model; the norms stay as they are."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class TaperController(Controller):
@@ -84,6 +99,7 @@ class TaperController(Controller):
             )
         device = next(iter(self.sites.values())).scale.device
         self.moments = torch.zeros(len(self.sites), 2, device=device)  # moving averages of ‖x⊙γ‖²/s and ‖x⊙γ‖²
+        self.overflow = Overflow([*self.sites, "the final norm"], device)
         self.target = torch.zeros((), device=device)  # moving average of the anchor's scale, frozen at the start
         self._scales: Tensor | None = None  # s(h) per token of the last forward pass, with its graph
         self._observed = torch.zeros(2, device=device)  # sum and number of the mean scales since the last step
@@ -134,6 +150,7 @@ class TaperController(Controller):
         """One optimiser step is complete: update the calibration or freeze it, and move the gates."""
         super().step()
         self._take_scales()
+        self.overflow.see(self.completed, [*(norm.sum_power for norm in self.sites.values()), self._observed[0]])
         starts = [start for start, _ in self._windows()]
         if self.completed <= max(starts):
             self._average(starts)
@@ -184,6 +201,11 @@ class TaperController(Controller):
         usable = scales.isfinite() & (unbiased[:, 1] != 0)
         names, sites = list(self.sites), list(self.sites.values())
         if broken := [i for i in places if not usable[i]]:
+            if where := self.diagnosis():
+                what = remedy(sites[broken[0]].gamma.dtype)
+                raise DivergedError(
+                    f"{names[broken[0]]} cannot be calibrated at step {self.completed}: {where}; {what}"
+                )
             raise InputError(
                 f"{names[broken[0]]}: no usable statistics by step {self.completed}, so its scale cannot be "
                 "calibrated; run the forward passes of the warm-up in training mode, and check that the loss is finite"
@@ -202,6 +224,12 @@ class TaperController(Controller):
             final = self.completed >= start and self.config.evaluate == "final"
             norm.gate.fill_(gate)
             norm.gate_eval.fill_(0.0 if final else gate)
+
+    def diagnosis(self) -> str:
+        """The first site whose input was not finite, with the gate now."""
+        where = str(self.overflow)
+        gates = torch.stack([norm.gate for norm in self.sites.values()])
+        return where and f"{where} (mean gate now {float(gates.mean()):.2g})"
 
     def progress(self) -> dict[str, float]:
         """The mean gate; from the start of the taper also the target of the scale loss."""
@@ -232,20 +260,15 @@ class TaperController(Controller):
         self.target.fill_(state["target"])
         self._set_gates()
 
-    def close(self) -> None:
-        """Stop watching anchor and model; the norms stay as they are."""
-        for handle in self._handles:
-            handle.remove()
-
     def __getstate__(self) -> dict[str, Any]:
         # Part of a graph, which can be neither copied nor stored, and of a batch.
         return {**self.__dict__, "_scales": None, "_mask": None}
 
 
 def close_controllers(model: nn.Module) -> None:
-    """Close every taper controller that still watches a module of `model`."""
+    """Close every controller that still watches a module of `model`."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
     for hook in hooks:
         owner = getattr(hook, "__self__", None)
-        if isinstance(owner, TaperController):
+        if isinstance(owner, Controller):
             owner.close()

@@ -7,15 +7,12 @@ from typing import Literal
 
 import pydantic
 
-from normsmith.config import Config
 from normsmith.errors import InputError
-from normsmith.registry import Registry
-
-schedules: Registry[type[Config]] = Registry("schedule")
+from normsmith.schedules.base import ScheduleConfig, schedules
 
 
 @schedules.register("taper")
-class TaperConfig(Config):
+class TaperConfig(ScheduleConfig):
     """How norms are tapered (TaperNorm, arXiv 2602.10408).
 
     Args:

@@ -34,14 +34,17 @@ def query_rows(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int) -> dict[str, Tensor]:
-    """Per output of each layer the largest gradient at the first of `length` tokens; 0 for what rounding leaves."""
+    """Per output of each layer the largest gradient at the first of `length` tokens; 0 for what rounding leaves.
+
+    Empty for a model that does not take token ids.
+    """
+    ids = make_example(model).get("input_ids")
+    if ids is None:
+        return {}
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        names = {module: name for name, module in linears.items()}
         model = copy.deepcopy(model).float()
-        linears = {name: model.get_submodule(name) for name in names.values()}
-    sample = {k: v for k, v in make_example(model).items() if k in ("input_ids", "inputs_embeds")}
-    ids = next(iter(sample.values())).flatten()
-    inputs: dict[str, Any] = {"input_ids": ids.repeat(_ROWS)[: _ROWS * length].view(_ROWS, length)}
+        linears = {name: model.get_submodule(name) for name in linears}
+    ids = ids.flatten().repeat(_ROWS)[: _ROWS * length].view(_ROWS, length)
     generator = torch.Generator().manual_seed(0)
     leaves: dict[str, Tensor] = {}
 
@@ -49,7 +52,7 @@ def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int) ->
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             noise = torch.randn(output.shape, generator=generator).to(output)
             leaves[name] = noise.requires_grad_()
-            return leaves[name]
+            return leaves[name] + (output - output.detach())  # so that layers before this one are seen through it
 
         return hook
 
@@ -58,7 +61,7 @@ def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int) ->
     try:
         model.eval()
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            outputs = model(**inputs)
+            outputs = model(input_ids=ids)
             logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
             weights = torch.randn(logits.shape, generator=generator).to(logits)
             total = (logits * weights).sum()
@@ -71,7 +74,6 @@ def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int) ->
     effects: dict[str, Tensor] = {}
     for (name, _), gradient in zip(leaves.items(), found, strict=True):
         if gradient is not None:
-            size = gradient.view(_ROWS, length, -1)[:, 0].abs().amax(0)
-            effects[name] = size
+            effects[name] = gradient.view(_ROWS, length, -1)[:, 0].abs().amax(0)
     largest = max((float(size.max()) for size in effects.values()), default=0.0)
     return {name: torch.where(size <= _NOTHING * largest, 0, size) for name, size in effects.items()}

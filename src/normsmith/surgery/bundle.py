@@ -7,7 +7,9 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from normsmith.errors import InputError
 from normsmith.norms import Norm
@@ -29,6 +31,8 @@ class _Norm(nn.Module):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.ones(shape)))
         for name, (shape, dtype) in spec["buffers"].items():
             self.register_buffer(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
+        for name, specs in spec["parts"].items():
+            setattr(self, name, nn.ModuleList(KINDS[part["kind"]](part) for part in specs))
 '''
 
 
@@ -41,7 +45,18 @@ def norm_spec(norm: Norm) -> dict[str, Any]:
         "attributes": attributes,
         "parameters": {n: None if p is None else list(p.shape) for n, p in vars(norm)["_parameters"].items()},
         "buffers": {n: [list(b.shape), str(b.dtype).rpartition(".")[2]] for n, b in norm.named_buffers(recurse=False)},
+        "parts": {n: [norm_spec(cast("Norm", part)) for part in parts] for n, parts in part_lists(norm).items()},
     }
+
+
+def part_lists(norm: nn.Module) -> dict[str, nn.ModuleList]:
+    """The lists of norms that a norm is made of, by attribute."""
+    return {name: parts for name, parts in norm.named_children() if isinstance(parts, nn.ModuleList)}
+
+
+def all_specs(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The spec of a norm and those of all norms that it is made of."""
+    return [spec, *(each for parts in spec["parts"].values() for part in parts for each in all_specs(part))]
 
 
 def bundle_norms(classes: dict[str, type[Norm]]) -> str:

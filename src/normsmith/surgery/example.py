@@ -39,7 +39,8 @@ def _shape_only_experts(model: Any) -> Generator[None]:
 
 
 def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for one forward pass of a Hugging Face model: token ids, pixels or audio features, by its signature.
+    """Arguments for one forward pass of a Hugging Face model: token ids, pixels, audio features or a table's rows, by its
+    signature.
 
     Raises:
         InputError: the model has no config to read sizes from, or takes inputs of another sort.
@@ -50,6 +51,7 @@ def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
         "input_ids": _token_ids,
         "pixel_values": _pixels,
         "input_features": _audio,
+        "features": _rows,
         "decoder_input_ids": _token_ids,
     }
     wanted = [name for name in makers if name in forward]
@@ -89,6 +91,10 @@ def _pixels(config: Any, generator: torch.Generator) -> Tensor:
     config = _part(config, "vision_config") or config
     size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
     return torch.randn(2, config.num_channels, *size, generator=generator)
+
+
+def _rows(config: Any, generator: torch.Generator) -> Tensor:
+    return torch.randn(2, config.num_features, generator=generator)
 
 
 def _audio(config: Any, generator: torch.Generator) -> Tensor:

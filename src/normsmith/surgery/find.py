@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from normsmith.errors import InputError
+from normsmith.norms import Norm
 from normsmith.surgery.example import run_example
 from normsmith.surgery.probe import NormFacts, norm_facts
 from normsmith.surgery.table import text_table
@@ -120,7 +121,10 @@ def find_norms(model: nn.Module, example: Any = None) -> Sites:
     if not isinstance(model, nn.Module):
         raise InputError(f"find_norms takes a torch.nn.Module, got {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # a compiled model is a wrapper around the one that is meant
-    facts = {name: f for name, module in model.named_modules() if (f := norm_facts(module)) is not None}
+    # A norm may be made of others, which stand at no site of their own.
+    parts = {part for norm in model.modules() if isinstance(norm, Norm) for part in norm.modules() if part is not norm}
+    named = [(name, module) for name, module in model.named_modules() if module not in parts]
+    facts = {name: f for name, module in named if (f := norm_facts(module)) is not None}
     modules = {name: model.get_submodule(name) for name in facts}
     seen = trace(model, modules, lambda: _run(model, example))
     _complete(model, seen, modules)

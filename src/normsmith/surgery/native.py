@@ -8,6 +8,7 @@ instead of silently building the old architecture.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,8 @@ from torch import nn
 
 from normsmith.errors import InputError
 from normsmith.norms import Norm, norms
-from normsmith.surgery.bundle import bundle_norms, norm_spec
+from normsmith.norms.padding import watch_padding
+from normsmith.surgery.bundle import all_specs, bundle_norms, norm_spec
 
 MODELLING_FILE = "modeling_normsmith.py"
 
@@ -56,7 +58,18 @@ class {prefix}{base}({base}):
         for name, attributes in config.normsmith["attributes"].items():
             for attribute, value in attributes.items():
                 setattr(self.get_submodule(name), attribute, value)
-'''
+{watch}'''
+
+_WATCH = """        self.register_forward_pre_hook(_see_padding, with_kwargs=True)
+
+
+def _see_padding(model, args, kwargs):
+    # Some norms pool over the tokens of a sequence, and must know which of them are padding.
+    mask = args[{position}] if len(args) > {position} else kwargs.get("attention_mask")
+    for module in model.modules():
+        if hasattr(module, "token_mask"):
+            module.token_mask = mask if getattr(mask, "ndim", 0) == 2 else None
+"""
 
 
 def stock_class(model: nn.Module) -> type[Any] | None:
@@ -139,8 +152,8 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
             stock = {"model_type": config.model_type, "architectures": [base.__name__]}
             _rewrite(Path(folder) / "config.json", stock, ("auto_map", "normsmith"))
         return
-    kinds = {spec["kind"]: norms.get(spec["kind"]) for spec in found["sites"].values() if spec is not None}
-    wide = [n for n in found["sites"] if any(p.dtype != model.dtype for p in model.get_submodule(n).parameters())]
+    specs = [each for spec in found["sites"].values() if spec is not None for each in all_specs(spec)]
+    kinds = {spec["kind"]: norms.get(spec["kind"]) for spec in specs}
     autos = _auto_classes(transformers, base, config)
     model_type = f"normsmith_{config.model_type}"
     code = _CODE.format(
@@ -150,7 +163,8 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
         version=normsmith.__version__,
         norms=bundle_norms(kinds).strip(),
         model_type=model_type,
-        keep=[*(base._keep_in_fp32_modules_strict or ()), *wide] or None,
+        keep=[*(base._keep_in_fp32_modules_strict or ()), *_wide(model, found["sites"])] or None,
+        watch=_watch_code(base, model.config, specs),
         auto=autos[0],
     )
     # The names of the running model, not those of an older checkpoint format that is chosen by model_type.
@@ -162,6 +176,33 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
     auto_map |= dict.fromkeys(autos, f"{module}.Normsmith{base.__name__}")
     entries = {"model_type": model_type, "architectures": [f"Normsmith{base.__name__}"]}
     _rewrite(path / "config.json", {**entries, "auto_map": auto_map, "normsmith": found}, ())
+
+
+def _wide(model: Any, sites: dict[str, Any]) -> list[str]:
+    """Sites, and buffers of sites (a gate's temperature), whose dtype is not the model's and must survive loading."""
+    found: list[str] = []
+    for name in sites:
+        site = model.get_submodule(name)
+        if any(p.dtype != model.dtype for p in site.parameters()):
+            found.append(name)
+        else:
+            buffers = [(k, b.dtype) for k, b in site.named_buffers() if b.is_floating_point()]
+            found += [f"{name}.{key}" for key, dtype in buffers if dtype != model.dtype]
+    return found
+
+
+def _watch_code(base: type, config: Any, specs: list[dict[str, Any]]) -> str:
+    """What the saved class needs so that norms which pool over a sequence know its padding; nothing without such."""
+    pooled = next((spec["kind"] for spec in specs if spec["options"].get("pool") == "sequence"), None)
+    names = list(inspect.signature(cast("Any", base).forward).parameters)[1:]
+    if pooled is None or "attention_mask" not in names:
+        return ""
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{pooled} with pool='sequence' must know the padding, and in {base.__name__} an attention mask may belong "
+            "to the encoder or to the decoder; use pool='token', or collapse_ it first"
+        )
+    return _WATCH.format(position=names.index("attention_mask"))
 
 
 def _rewrite(path: Path, entries: dict[str, Any], without: tuple[str, ...]) -> None:
@@ -190,13 +231,22 @@ def adopt_(model: Any) -> None:
         owner, theirs = model.get_submodule(parent), model.get_submodule(name)
         if spec is None or isinstance(theirs, Norm):
             continue
-        cls = norms.get(spec["kind"])
-        ours: Norm = cls(spec["attributes"]["width"], cls.Config(**spec["options"]))
-        for key, tensor in [*theirs.named_parameters(recurse=False), *theirs.named_buffers(recurse=False)]:
-            setattr(ours, key, tensor)
-        setattr(owner, leaf, ours.train(theirs.training))
+        setattr(owner, leaf, _adopted(theirs, spec).train(theirs.training))
     if sites:
+        watch_padding(model)
         keep_changes(model)
+
+
+def _adopted(theirs: nn.Module, spec: dict[str, Any]) -> Norm:
+    cls = norms.get(spec["kind"])
+    ours: Norm = cls(spec["attributes"]["width"], cls.Config(**spec["options"]))
+    for key, tensor in [*theirs.named_parameters(recurse=False), *theirs.named_buffers(recurse=False)]:
+        setattr(ours, key, tensor)
+    # Folders of earlier versions know no norms that are made of others.
+    for key, parts in spec.get("parts", {}).items():
+        for i, part in enumerate(parts):
+            getattr(ours, key)[i] = _adopted(getattr(theirs, key)[i], part)
+    return ours
 
 
 class NativeSaver:

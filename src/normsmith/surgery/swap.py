@@ -14,6 +14,7 @@ from normsmith.errors import InputError
 from normsmith.norms import Norm, NormConfig, norm_config, norms
 from normsmith.norms.base import shared_options
 from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
+from normsmith.norms.padding import check_pooling, watch_padding
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
 from normsmith.surgery.example import run_example
 from normsmith.surgery.find import Site, find_norms
@@ -111,6 +112,7 @@ def swap_norms_(
         raise InputError(f"swap_norms_ init must be 'match' or 'fresh', got {init!r}")
     model = getattr(model, "_orig_mod", model)
     target = norm_config(norm)
+    check_pooling(model, target)
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
     chosen = select_sites(find_norms(model, example), where)
     seen, unusual = _record_inputs(model, chosen, example)
@@ -139,11 +141,17 @@ def swap_norms_(
     old = {name: model.get_submodule(name) for name in new}
     replace_modules(model, new)
     if new:
+        watch_padding(model)
         keep_changes(model)
-        _history.setdefault(model, []).append(
-            _Record(old, saved, {name: _place(module) for name, module in new.items()})
-        )
+        remember(model, old, saved, new)
     return SwapReport(tuple(swapped), tuple(kept))
+
+
+def remember(
+    model: nn.Module, old: dict[str, nn.Module], values: list[tuple[Tensor, Tensor]], new: Mapping[str, nn.Module]
+) -> None:
+    """Let `restore_` put the `old` modules back where `new` ones stand now, with the values their tensors had."""
+    _history.setdefault(model, []).append(_Record(old, values, {name: _place(module) for name, module in new.items()}))
 
 
 def forget_swaps(model: nn.Module) -> None:
@@ -253,7 +261,9 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
     old, device = site.module, next((t.device for t in _tensors(site.module)), torch.device("cpu"))
     if init == "match" and (isinstance(old, Norm) or site.kind in ("layernorm", "rmsnorm")):
         source = plain_norm(site, nearest=True)
-        options = {**shared_options(cls, source).to_dict(), **given, "kind": target.kind}
+        # Only what is said: a norm made of others gives them their own share of the old one's options.
+        shared = shared_options(cls, source).model_dump(mode="json", exclude_unset=True)
+        options = {**shared, **given, "kind": target.kind}
         new: Norm = cls.from_site(source, site.width, cls.Config(**options))
     else:
         dtype = next((t.dtype for t in _tensors(old)), torch.get_default_dtype())
@@ -262,6 +272,12 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
     if any(True for _ in old.parameters()) and not any(p.requires_grad for p in old.parameters()):
         for parameter in own:
             parameter.requires_grad_(False)
+    carry_hooks(old, new)
+    return new.train(old.training)
+
+
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let the hooks of `old` run for `new` as well."""
     for name in _HOOKS:  # the same dictionaries, so that the handle of a hook still removes it
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
@@ -269,7 +285,6 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(new, cast("Any", old)._hf_hook)
-    return new.train(old.training)
 
 
 def _record_inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,7 @@ def taper_(
         raise InputError(f"taper_ takes a TaperConfig as its second argument, got {config!r}; write steps={config!r}?")
     config = config or TaperConfig()
     sites = find_norms(model, example)
-    chosen = _choose(sites, config)
+    chosen = choose_sites(sites, config.placement, config.where)
     new: dict[str, TaperedNorm] = {}
     for site in chosen:
         if isinstance(site.module, TaperedNorm):
@@ -62,14 +63,7 @@ def taper_(
             raise InputError(f"{site.name} is a {site.kind}; only RMSNorm and LayerNorm sites can be tapered")
         cls = norms.get(_TAPERED[site.kind])
         new[site.name] = cast("TaperedNorm", cls.from_site(plain_norm(site), site.width))
-    # The last one: an encoder before a decoder has a final norm of its own.
-    final = next((site for site in reversed(sites) if site.role == "final"), None)
-    if final is None and config.scale_loss > 0:
-        raise InputError(
-            "no linear layer whose result the model returns reads a norm, so there is no final norm whose input the "
-            "scale loss could anchor; write scale_loss=0"
-        )
-    anchor = None if final is None else new.get(final.name, final.module)
+    anchor = find_anchor(sites, new, config.scale_loss)
     close_controllers(model)  # of an earlier taper, whose schedule this one replaces
     controller = TaperController(config, new, anchor, steps)
     controller.watch_padding(getattr(model, "_orig_mod", model))
@@ -78,19 +72,36 @@ def taper_(
     return controller
 
 
-def _choose(sites: Sites, config: TaperConfig) -> list[Site]:
+def find_anchor(sites: Sites, new: Mapping[str, nn.Module], scale_loss: float) -> nn.Module | None:
+    """The final norm, or what replaces it among `new`, whose input a scale loss anchors; None without one."""
+    # The last one: an encoder before a decoder has a final norm of its own.
+    final = next((site for site in reversed(sites) if site.role == "final"), None)
+    if final is None and scale_loss > 0:
+        raise InputError(
+            "no linear layer whose result the model returns reads a norm, so there is no final norm whose input the "
+            "scale loss could anchor; write scale_loss=0"
+        )
+    return None if final is None else new.get(final.name, final.module)
+
+
+def choose_sites(sites: Sites, placement: str, where: str | None) -> list[Site]:
+    """The sites of a placement (`internal`, `final` or `all`) that `where` means.
+
+    Raises:
+        InputError: there is none, or the model is not a pre-norm model and no `where` says which sites to take.
+    """
     post = [site.name for site in sites if site.role == "post"]
-    if config.where is None and len(post) > sum(site.role == "pre" for site in sites):
+    if where is None and len(post) > sum(site.role == "pre" for site in sites):
         raise InputError(
             f"not a pre-norm model: {len(post)} norms also feed the residual stream ({', '.join(post[:3])}"
             f"{', …' if post[3:] else ''}), so they cannot be folded; choose single sites with where=, or train a "
             "pre-norm model"
         )
-    roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[config.placement]
+    roles = {"internal": ("pre",), "final": ("final",), "all": ("pre", "final")}[placement]
     chosen = [site for site in sites if site.role in roles]
-    if chosen and config.where is not None:
-        chosen = select_sites(Sites(chosen), config.where)
+    if chosen and where is not None:
+        chosen = select_sites(Sites(chosen), where)
     if not chosen:
         found = f"its {len(sites)} norm(s) are:\n{sites}" if sites else NONE_FOUND
-        raise InputError(f"no {' or '.join(roles)} norm to taper with placement={config.placement!r}: {found}")
+        raise InputError(f"no {' or '.join(roles)} norm to taper with placement={placement!r}: {found}")
     return chosen
