@@ -247,7 +247,7 @@ def test_the_old_name_of_the_cache_is_understood() -> None:
     torch.testing.assert_close(model(IDS[:, 8:], cache=cache).logits, model(IDS).logits[:, 8:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("key", ["num_layers", "d_model", "max_seq_len", "dropout", "norm_eps"])
+@pytest.mark.parametrize("key", ["num_layers", "d_model", "max_seq_len", "attention_dropout", "norm_eps"])
 def test_a_preset_takes_no_unknown_key(key: str) -> None:
     with pytest.raises(InputError, match=f"unknown key '{key}' in the model configuration"):
         preset_config("llama", **{key: 2})

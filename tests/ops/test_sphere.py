@@ -84,6 +84,95 @@ def test_tends_to_the_exponential_map_at_the_stated_rate(p: float) -> None:
     assert distance == pytest.approx(0.5**3 / (3 * p * p), rel=0.1)
 
 
+@settings(deadline=None, max_examples=50)
+@given(beta=st.floats(0.01, 0.5), p=st.floats(4, 200))
+def test_the_distance_to_the_exponential_map_is_third_order(beta: float, p: float) -> None:
+    x = torch.tensor(beta, dtype=torch.float64)
+    (a, b), (a_exp, b_exp) = sphere_coefficients(x**2, p), sphere_coefficients(x**2, math.inf)
+    distance = torch.hypot(a - a_exp, x * (b - b_exp))
+    assert float(distance) == pytest.approx(beta**3 / (3 * p * p), rel=0.05, abs=1e-15)
+
+
+@settings(deadline=None, max_examples=30)
+@given(p=st.floats(1e-6, 1), exponent=st.floats(-6, 3), seed=st.integers(0, 10_000))
+def test_an_angle_never_passes_p_quarter_turns(p: float, exponent: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    h = on_sphere(8)
+    new = sphere_update(h, 10**exponent * torch.randn(8, D, dtype=torch.float64), step(1.0), r64, p)
+    angle = 2 * torch.asin((new - h).norm(dim=-1) / (2 * RADIUS))
+    assert angle.max() <= p * math.pi / 2 + 1e-7
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), size=st.floats(-3, 2), d=st.integers(2, 24))
+def test_p1_and_p2_in_their_own_words_on_random_inputs(seed: int, size: float, d: int) -> None:
+    torch.manual_seed(seed)
+    h, out = torch.randn(d, dtype=torch.float64), 10**size * torch.randn(d, dtype=torch.float64)
+    radius = h.norm()
+    v = 0.7 * (out - (h @ out) / (h @ h) * h)
+    total = radius * (h + v) / (h + v).norm()
+    torch.testing.assert_close(sphere_update(h, out, step(0.7), radius, 1), total, rtol=1e-9, atol=1e-9)
+    w = (torch.outer(v, h) - torch.outer(h, v)) / radius**2
+    eye = torch.eye(d, dtype=torch.float64)
+    solved = torch.linalg.solve(eye - w / 2, (eye + w / 2) @ h)
+    torch.testing.assert_close(sphere_update(h, out, step(0.7), radius, 2), solved, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("p", FAMILY)
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 10_000), exponent=st.floats(-6, 3), d=st.integers(2, 70))
+def test_the_norm_is_kept_in_float32(p: float, seed: int, exponent: float, d: int) -> None:
+    torch.manual_seed(seed)
+    h = torch.randn(4, d)
+    h = 3 * h / h.norm(dim=-1, keepdim=True)
+    new = sphere_update(h, 10**exponent * torch.randn(4, d), torch.tensor(0.9), 3.0, p)
+    assert (new.norm(dim=-1) / 3 - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), exponent=st.floats(-9, 3), clamp=st.floats(0.05, 3.1))
+def test_the_clamped_map_equals_its_literal_form(per_channel: bool, seed: int, exponent: float, clamp: float) -> None:
+    torch.manual_seed(seed)
+    h, out = on_sphere(6), 10**exponent * torch.randn(6, D, dtype=torch.float64)
+    s = torch.randn(D, dtype=torch.float64) if per_channel else torch.randn((), dtype=torch.float64)
+    new = sphere_update(h, out, s, r64, math.inf, clamp=clamp)
+    literal = sphere_update_reference(h, out, s, r64, math.inf, rescale=False, clamp=clamp)
+    torch.testing.assert_close(new, literal, rtol=1e-9, atol=1e-9)
+    angle = 2 * torch.asin(((new - h).norm(dim=-1) / (2 * RADIUS)).clamp(max=1))
+    assert angle.max() <= clamp + 1e-6
+
+
+@settings(deadline=None, max_examples=30)
+@given(p=st.floats(0.05, 50), exponent=st.floats(-12, 4), seed=st.integers(0, 10_000))
+def test_a_power_in_a_tensor_is_the_same_member(p: float, exponent: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    h, out = on_sphere(4), 10**exponent * torch.randn(4, D, dtype=torch.float64)
+    new = sphere_update(h, out, step(0.7), r64, torch.tensor(p, dtype=torch.float64))
+    torch.testing.assert_close(new, sphere_update(h, out, step(0.7), r64, p), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("p", FAMILY)
+def test_series_and_trigonometry_meet(p: float) -> None:
+    x = torch.logspace(-12, 2, 600, dtype=torch.float64)
+    beta = x.sqrt()
+    theta = beta if math.isinf(p) else p * torch.atan(beta / p)
+    for power in (p,) if math.isinf(p) else (p, torch.tensor(p, dtype=torch.float64)):
+        a, b = sphere_coefficients(x, power)
+        torch.testing.assert_close(a, theta.cos(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(b, theta.sin() / beta, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("p", [0.1, 1.0, 3.0, 40.0])
+def test_gradients_of_a_learned_power(p: float) -> None:
+    h, out = on_sphere(5).requires_grad_(), torch.randn(5, D, dtype=torch.float64)
+    out[0], out[1], out[2], out[3] = 0, 3 * h[1].detach(), 1e-5 * out[2], 100 * out[3]
+    power = torch.tensor(p, dtype=torch.float64, requires_grad=True)
+    s = torch.rand(D, dtype=torch.float64).requires_grad_()
+    arguments = (h, out.requires_grad_(), s, r64.clone().requires_grad_(), power)
+    assert torch.autograd.gradcheck(sphere_update, arguments)
+
+
 def test_p_to_zero_is_the_identity() -> None:
     h, out = on_sphere(4), torch.randn(4, D, dtype=torch.float64)
     assert (sphere_update(h, out, step(1.0), r64, 1e-3) - h).norm(dim=-1).max() <= RADIUS * 1e-3 * math.pi / 2

@@ -1,6 +1,19 @@
 """The connections: one file each, one line here."""
 
-from normsmith.connections import post, pre, sphere
+from normsmith.connections import (
+    deepnorm,
+    hybridnorm,
+    keel,
+    lns,
+    mixln,
+    ngpt,
+    peri,
+    post,
+    pre,
+    sandwich,
+    scalenorm,
+    sphere,
+)
 from normsmith.connections.base import (
     Connection,
     ConnectionConfig,
@@ -16,8 +29,17 @@ __all__ = [
     "connection_config",
     "connections",
     "create_connection",
+    "deepnorm",
+    "hybridnorm",
+    "keel",
+    "lns",
     "make_norm",
+    "mixln",
+    "ngpt",
+    "peri",
     "post",
     "pre",
+    "sandwich",
+    "scalenorm",
     "sphere",
 ]

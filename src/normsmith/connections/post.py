@@ -6,12 +6,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from normsmith.connections.base import Connection, ConnectionConfig, connections
+from normsmith.connections.base import Connection, ConnectionConfig, StreamConfig, connections
 from normsmith.norms.base import Norm, NormConfig, norm_config
 
 
-class PostConfig(ConnectionConfig):
-    """`post` has no options."""
+class PostConfig(StreamConfig):
+    """Options of `post`: `float32` keeps the stream in float32, also in a half-precision model."""
 
     kind: Literal["post"] = "post"
 
@@ -26,7 +26,7 @@ class Post(Connection):
 
     def prepare(self, h: Tensor) -> Tensor:
         """Return h itself."""
-        return h
+        return self.narrow(h)
 
     def merge(self, h: Tensor, out: Tensor) -> Tensor:
         """Return norm(h + out)."""
@@ -39,6 +39,6 @@ class Post(Connection):
         return total if self.norm is None else self.norm.reference(total)
 
     @classmethod
-    def final_norm(cls, norm: NormConfig) -> NormConfig:
+    def final_norm(cls, norm: NormConfig, config: ConnectionConfig) -> NormConfig:
         """None: the last connection has just normalised."""
         return norm_config("identity")

@@ -6,12 +6,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from normsmith.connections.base import Connection, ConnectionConfig, connections
+from normsmith.connections.base import Connection, StreamConfig, connections
 from normsmith.norms.base import Norm
 
 
-class PreConfig(ConnectionConfig):
-    """`pre` has no options."""
+class PreConfig(StreamConfig):
+    """Options of `pre`: `float32` keeps the stream in float32, also in a half-precision model."""
 
     kind: Literal["pre"] = "pre"
 
@@ -26,7 +26,7 @@ class Pre(Connection):
 
     def prepare(self, h: Tensor) -> Tensor:
         """Return norm(h)."""
-        return h if self.norm is None else self.norm(h)
+        return self.narrow(h if self.norm is None else self.norm(h))
 
     def merge(self, h: Tensor, out: Tensor) -> Tensor:
         """Return h + out."""
@@ -35,3 +35,7 @@ class Pre(Connection):
     def reference(self, h: Tensor, out: Tensor) -> Tensor:
         """The formula in float64."""
         return h.double() + out.double()
+
+    def prepare_reference(self, h: Tensor) -> Tensor:
+        """norm(h) in float64."""
+        return h.double() if self.norm is None else self.norm.reference(h)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from normsmith.connections import connections
+from normsmith.connections import connections, make_norm
+from normsmith.models.branch import make_branch
 from normsmith.models.config import NormsmithConfig
+from normsmith.norms import Norm
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -66,24 +68,48 @@ def eager_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-class Attention(nn.Module):
-    """Causal self-attention with optional grouped queries and rotary positions."""
+def projection(role: str, inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    """A linear layer with an attribute `role` (q, k, v, o, gate, up, down), which decides how it starts."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    setattr(linear, "role", role)  # noqa: B010 (untyped on purpose: it is a plain linear layer for everybody else)
+    return linear
 
-    is_causal = True  # read by transformers' sdpa and flash implementations
+
+class Attention(nn.Module):
+    """Self-attention, causal or not, with optional grouped queries and rotary positions.
+
+    The family of connections can ask for norms on q, k and v (`attention_norms`) and for `attention_scale`.
+    """
+
+    sites: ClassVar[dict[str, str]] = {"q_norm": "qk", "k_norm": "qk", "v_norm": "qk"}
+    q_norm: Norm | None
+    k_norm: Norm | None
+    v_norm: Norm | None
 
     def __init__(self, config: NormsmithConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer
+        self.is_causal = config.causal  # read by transformers' sdpa and flash implementations
         heads, kv_heads = config.num_attention_heads, cast("int", config.num_key_value_heads)
         d = config.hidden_size
         self.head_dim = d // heads
         self.num_key_value_groups = heads // kv_heads
         self.scaling = self.head_dim**-0.5
-        bias = bool(config.input_bias)
-        self.q_proj = nn.Linear(d, d, bias=bias)
-        self.k_proj = nn.Linear(d, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(d, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(d, d, bias=config.use_bias)
+        bias, narrow = bool(config.input_bias), kv_heads * self.head_dim
+        self.q_proj = projection("q", d, d, bias)
+        self.k_proj = projection("k", d, narrow, bias)
+        self.v_proj = projection("v", d, narrow, bias)
+        self.o_proj = projection("o", d, d, config.use_bias)
+        self.family = connections.get(config.connection_spec.kind)
+        for site, width in zip(self.sites, (d, narrow, narrow), strict=True):
+            self.register_module(site, make_norm(self.family.attention_norms.get(site, "identity"), width))
+        self.scale = self.family.attention_scale(kv_heads, self.head_dim)
+        if self.scale is not None:
+            self.scaling = cast("float", self.scale.softmax_scale)
+
+    def roles(self) -> dict[str, str]:
+        """The norm sites that the family of connections asks for, as those of a connection."""
+        return {site: self.sites[site] for site in self.family.attention_norms}
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, attention_mask: Tensor | None, cache: Cache | None, **kwargs: Any
@@ -94,9 +120,15 @@ class Attention(nn.Module):
         def heads(t: Tensor) -> Tensor:
             return t.view(batch, time, -1, self.head_dim).transpose(1, 2)
 
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        v = v if self.v_norm is None else self.v_norm(v)
+        q, k, v = heads(q), heads(k), heads(v)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.scale is not None:
+            q, k = self.scale(q, k)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         implementation = self.config._attn_implementation or "eager"  # pyright: ignore[reportPrivateUsage]
@@ -111,13 +143,19 @@ class SwiGLU(nn.Module):
     def __init__(self, config: NormsmithConfig) -> None:
         super().__init__()
         d, hidden = config.hidden_size, cast("int", config.intermediate_size)
-        self.gate_proj = nn.Linear(d, hidden, bias=bool(config.input_bias))
-        self.up_proj = nn.Linear(d, hidden, bias=bool(config.input_bias))
-        self.down_proj = nn.Linear(hidden, d, bias=config.use_bias)
+        self.gate_proj = projection("gate", d, hidden, bool(config.input_bias))
+        self.up_proj = projection("up", d, hidden, bool(config.input_bias))
+        self.down_proj = projection("down", hidden, d, config.use_bias)
+        family = connections.get(config.connection_spec.kind)
+        self.gate_scale = family.hidden_scale(hidden, d, activated=True)
+        self.up_scale = family.hidden_scale(hidden, d, activated=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = gate if self.gate_scale is None else self.gate_scale(gate)
+        up = up if self.up_scale is None else self.up_scale(up)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class GeluMLP(nn.Module):
@@ -126,12 +164,14 @@ class GeluMLP(nn.Module):
     def __init__(self, config: NormsmithConfig) -> None:
         super().__init__()
         d, hidden = config.hidden_size, cast("int", config.intermediate_size)
-        self.up_proj = nn.Linear(d, hidden, bias=bool(config.input_bias))
-        self.down_proj = nn.Linear(hidden, d, bias=config.use_bias)
+        self.up_proj = projection("up", d, hidden, bool(config.input_bias))
+        self.down_proj = projection("down", hidden, d, config.use_bias)
+        self.up_scale = connections.get(config.connection_spec.kind).hidden_scale(hidden, d, activated=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        up = self.up_proj(x)
+        return self.down_proj(F.gelu(up if self.up_scale is None else self.up_scale(up), approximate="tanh"))
 
 
 class Block(GradientCheckpointingLayer):
@@ -145,6 +185,7 @@ class Block(GradientCheckpointingLayer):
         self.self_attn = Attention(config, layer)
         self.mlp_connection = kind(d, 2 * layer + 2, total, norm, connection)
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+        self.attention_branch, self.mlp_branch = make_branch(config, layer), make_branch(config, layer)
 
     def forward(
         self,
@@ -158,5 +199,6 @@ class Block(GradientCheckpointingLayer):
         h = hidden_states
         x = self.attention_connection.prepare(h)
         out, _ = self.self_attn(x, rotation=rotation, attention_mask=attention_mask, cache=cache, **kwargs)
-        h = self.attention_connection.merge(h, out)
-        return self.mlp_connection.merge(h, self.mlp(self.mlp_connection.prepare(h)))
+        h = self.attention_connection.merge(h, out if self.attention_branch is None else self.attention_branch(out))
+        out = self.mlp(self.mlp_connection.prepare(h))
+        return self.mlp_connection.merge(h, out if self.mlp_branch is None else self.mlp_branch(out))

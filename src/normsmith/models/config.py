@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from huggingface_hub.dataclasses import strict
@@ -15,6 +14,7 @@ from normsmith.config import Config
 from normsmith.connections import ConnectionConfig, connection_config, connections
 from normsmith.errors import InputError, UnknownNameError
 from normsmith.norms import NormConfig, norm_config
+from normsmith.norms.padding import refuse_pooling
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -29,6 +29,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "positions": "learned",
         "mlp": "gelu",
         "use_bias": True,
+        "scale_residual_init": True,
+    },
+    "nanogpt": {
+        "norm": {"kind": "layernorm", "bias": False},
+        "positions": "learned",
+        "mlp": "gelu",
+        "use_bias": False,
         "scale_residual_init": True,
     },
 }
@@ -50,7 +57,7 @@ class NormsmithConfig(PreTrainedConfig):
         connection: how sublayers join the stream, as a registry name, alias or a mapping with `kind`.
         final_norm: the norm before the head; default: what the connection's family asks for.
         norm_overrides: site name → norm, for sites that differ (a partly folded model).
-        positions: `rope` or `learned`.
+        positions: `rope`, `learned` or `none`.
         mlp: `swiglu` or `gelu` (the tanh form, as in GPT-2).
         use_bias: whether linear layers have a bias.
         input_bias: the same for the layers that read a norm (q, k, v, gate, up); default `use_bias`. Folding sets it.
@@ -58,9 +65,19 @@ class NormsmithConfig(PreTrainedConfig):
         scale_residual_init: initialise the output projections with a deviation smaller by √(2·blocks), as GPT-2 does.
         initializer_range: standard deviation of the initial weights.
         rope_theta: base of the rotary frequencies.
+        tie_word_embeddings: whether the head is the embedding matrix; default yes, except for `ngpt`, which forbids it.
+        embedding_scale: whether one learned scalar, √d at the start, multiplies the embeddings; default: in language
+            models with `dyt` or `derf` norms, which do not train well without it (arXiv 2503.10622).
+        causal: whether a token sees only what is before it; models for classification and regression see everything.
+        dropout: probability of zeroing an entry of the embeddings or of a sublayer's output, in training.
+        drop_path: probability of leaving out a whole sublayer for one sample, in training (stochastic depth, arXiv
+            1603.09382); it rises linearly from 0 in the first block to this in the last.
+        layer_scale: initial value of a learned gain per channel on every sublayer's output (arXiv 2103.17239).
+        pooling: what a classifier of sequences or images reads: the `mean` of the valid tokens, or the first (`cls`).
     """
 
     model_type: ClassVar[str] = "normsmith"
+    reads_tokens: ClassVar[bool] = True  # whether the trunk embeds token ids; images and tables have other embeddings
 
     vocab_size: int = 4096
     hidden_size: int = 128
@@ -81,8 +98,14 @@ class NormsmithConfig(PreTrainedConfig):
     scale_residual_init: bool = False
     initializer_range: float = 0.02
     rope_theta: float = 10000.0
+    embedding_scale: bool | None = None
+    causal: bool = True
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    layer_scale: float | None = None
+    pooling: str = "mean"
     use_cache: bool = True
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -97,17 +120,30 @@ class NormsmithConfig(PreTrainedConfig):
             self.input_bias = self.use_bias
         norm = norm_config(self.norm)
         connection = connection_config(self.connection)
+        family = connections.get(connection.kind)
         if self.final_norm is None:
-            self.final_norm = connections.get(connection.kind).final_norm(norm).to_dict()
+            self.final_norm = family.final_norm(norm, connection).to_dict()
+        if self.embedding_scale is None:
+            self.embedding_scale = self.causal and type(self).reads_tokens and norm.kind in ("dyt", "derf")
+        if self.tie_word_embeddings is None:
+            self.tie_word_embeddings = not family.unit_weights
         self.norm, self.connection = norm.to_dict(), connection.to_dict()
         self.final_norm = norm_config(self.final_norm).to_dict()
         self._check()
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. What was written before `embedding_scale` existed has no such scale."""
+        return super().from_dict({"embedding_scale": False, **config_dict}, **kwargs)
+
     def _check(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for spec in (self.norm, self.final_norm or self.norm, *(self.norm_overrides or {}).values()):
+            if self.causal:
+                refuse_pooling(norm_config(spec), "the model")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 1
         if self.hidden_size % heads:
             near = [d for d in (self.hidden_size // heads * heads, -(-self.hidden_size // heads) * heads) if d]
@@ -120,11 +156,20 @@ class NormsmithConfig(PreTrainedConfig):
         if self.positions == "rope" and self.hidden_size // heads % 2:
             raise InputError(f"rotary positions need an even head width, got {self.hidden_size // heads}")
         for name, value, known in (
-            ("positions", self.positions, ("rope", "learned")),
+            ("positions", self.positions, ("rope", "learned", "none")),
             ("mlp", self.mlp, ("swiglu", "gelu")),
+            ("pooling", self.pooling, ("mean", "cls")),
         ):
             if value not in known:
                 raise UnknownNameError(name, value, known, "the model configuration")
+        if self.tie_word_embeddings and connections.get(self.connection_spec.kind).unit_weights:
+            raise InputError(
+                f"connection {self.connection_spec.kind!r} has no tied head; write tie_word_embeddings=False or leave "
+                "it out"
+            )
+        for name, rate in (("dropout", self.dropout), ("drop_path", self.drop_path)):
+            if not 0 <= rate < 1:
+                raise InputError(f"{name}={rate} is no probability below 1")
 
     @property
     def norm_spec(self) -> NormConfig:
@@ -154,15 +199,27 @@ class ModelConfig(Config):
     num_attention_heads: int = pydantic.Field(default=4, ge=1)
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool | None = None
     initializer_range: float = pydantic.Field(default=0.02, gt=0)
+    dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    drop_path: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    layer_scale: float | None = pydantic.Field(default=None, gt=0)
+    pooling: Literal["mean", "cls"] = "mean"
+    patch_size: int = pydantic.Field(default=4, ge=1)
 
-    def build(self, vocab_size: int, max_positions: int, **changes: Any) -> NormsmithConfig:
-        """The model's configuration for a vocabulary and a longest sequence; `changes` override the preset."""
-        sizes = self.model_dump(exclude={"preset"})
-        return preset_config(
-            self.preset, **{**sizes, "vocab_size": vocab_size, "max_position_embeddings": max_positions, **changes}
-        )
+    def build(
+        self, vocab_size: int, max_positions: int, kind: type[NormsmithConfig] | None = None, **changes: Any
+    ) -> NormsmithConfig:
+        """The model's configuration for a vocabulary and a longest sequence; `changes` override the preset.
+
+        With `kind`, a subclass of `NormsmithConfig`, one of that class; options that it does not have are left out.
+        """
+        kind = kind or NormsmithConfig
+        known = {field.name for field in dataclasses.fields(kind)}
+        sizes = {key: value for key, value in self.model_dump(exclude={"preset"}).items() if key in known}
+        lengths = {"vocab_size": vocab_size, "max_position_embeddings": max_positions}
+        options: dict[str, Any] = {**PRESETS[self.preset], **sizes, **lengths, **changes}
+        return kind(**options)
 
 
 def preset_config(preset: str, **changes: Any) -> NormsmithConfig:
@@ -187,7 +244,10 @@ def known_preset(name: str) -> str:
     return name
 
 
-def residual_deviation(config: NormsmithConfig) -> float:
-    """Standard deviation of the output projections at the start."""
-    shrink = math.sqrt(2 * config.num_hidden_layers) if config.scale_residual_init else 1.0
-    return config.initializer_range / shrink
+def initial_deviations(config: NormsmithConfig) -> dict[str, float]:
+    """Standard deviation of the initial weights by the role of a projection: q, k, v, o, gate, up, down."""
+    family, total = connections.get(config.connection_spec.kind), 2 * config.num_hidden_layers
+    return {
+        role: config.initializer_range * family.deviation(role, total, config.scale_residual_init)
+        for role in ("q", "k", "v", "o", "gate", "up", "down")
+    }

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from normsmith.connections import Connection
+from normsmith.connections import Connection, connections
 from normsmith.models.blocks import Attention, GeluMLP, SwiGLU
-from normsmith.norms import Norm
+from normsmith.norms import Norm, norm_config
 
 _REMOVED = {"kind": "identity"}
 
@@ -24,17 +24,27 @@ def norm_of(module: nn.Module | None) -> dict[str, Any]:
 def describe(model: PreTrainedModel) -> None:
     """Update `model.config`: the commonest norm of the connections, the sites that differ, the final norm, biases."""
     trunk = getattr(model, model.base_model_prefix, model)
-    sites = {
-        f"{name}.{site}": norm_of(getattr(module, site))
-        for name, module in trunk.named_modules()
-        if isinstance(module, Connection)
-        for site in type(module).sites
+    connection = cast("Any", model.config).connection_spec
+    family = connections.get(connection.kind)
+    owners = [(name, m) for name, m in trunk.named_modules() if isinstance(m, Connection | Attention)]
+    sites = {f"{name}.{site}": (m, site) for name, m in owners for site in m.roles()}
+    now = {name: norm_of(getattr(owner, site)) for name, (owner, site) in sites.items()}
+    inner = {name: spec for name, spec in now.items() if isinstance(sites[name][0], Connection)}
+    if inner:
+        by_text = {repr(spec): spec for spec in inner.values()}
+        model.config.norm = by_text[Counter(map(repr, inner.values())).most_common(1)[0][0]]
+    # What the family would build for that norm; whatever differs is said by name.
+    asked = norm_config(model.config.norm)
+    built = {
+        name: (
+            owner.site_norm(site, asked) if isinstance(owner, Connection) else norm_config(family.attention_norms[site])
+        ).to_dict()
+        for name, (owner, site) in sites.items()
     }
-    if sites:
-        by_text = {repr(spec): spec for spec in sites.values()}
-        model.config.norm = by_text[Counter(map(repr, sites.values())).most_common(1)[0][0]]
-        overrides = {name: spec for name, spec in sites.items() if spec != model.config.norm}
-        model.config.norm_overrides = overrides or None
+    if isinstance(family.entry(trunk.config.hidden_size, connection, norm_config("rmsnorm")), Norm):
+        now["entry"], built["entry"] = norm_of(cast("Norm | None", trunk.entry)), asked.to_dict()
+    overrides = {name: spec for name, spec in now.items() if spec != built[name]}
+    model.config.norm_overrides = overrides or None
     model.config.final_norm = norm_of(cast("Norm | None", trunk.norm))
     model.config.input_bias = _even_biases(trunk)
     head = model.get_output_embeddings()

@@ -19,28 +19,38 @@ _CLOSED = (1, 2, 4)  # members with rational coefficients, for which a hand-writ
 
 
 def sphere_update_reference(
-    h: Tensor, out: Tensor, step: Tensor, radius: Tensor | float, p: float, rescale: bool
+    h: Tensor,
+    out: Tensor,
+    step: Tensor,
+    radius: Tensor | float,
+    p: float | Tensor,
+    rescale: bool,
+    clamp: float | None = None,
 ) -> Tensor:
     """The retraction in float64 as it is written, with trigonometry; slow, for tests. Arguments as `sphere_update`."""
     h, out, step = h.double(), out.double(), step.double()
+    out, step = (out, step) if step.ndim == 0 else (step * out, torch.ones_like(step[0]))
     radius = radius.double() if isinstance(radius, Tensor) else radius
     tangent = out - (h * out).sum(-1, keepdim=True) / (h * h).sum(-1, keepdim=True) * h
-    v = step * tangent
-    length = v.norm(dim=-1, keepdim=True)
-    beta = length / radius
-    theta = beta if math.isinf(p) else p * torch.atan(beta / p)
-    direction = v / torch.where(length > 0, length, 1.0)
+    length = tangent.norm(dim=-1, keepdim=True)
+    direction = tangent / torch.where(length > 0, length, 1.0)
+    beta = step * (length / radius if clamp is None else (length / radius).clamp_max(clamp))
+    beta = beta if clamp is None else beta.clamp(-clamp, clamp)
+    theta = beta if _is_exponential(p) else p * torch.atan(beta / p)
     new = theta.cos() * h + theta.sin() * radius * direction
     return new * radius / new.norm(dim=-1, keepdim=True) if rescale else new
 
 
-def sphere_coefficients(beta2: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def sphere_coefficients(beta2: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return (a, b) = (cos θ, sin θ / β) for θ = p·arctan(β/p) from β² alone.
 
     Args:
         beta2: β² ≥ 0 of any shape, floating point.
-        p: member of the family, p > 0 or `math.inf`. p in {1, 2, 4} is rational in β² (p = 1: in √(1+β²)).
+        p: member of the family, p > 0 or `math.inf`. p in {1, 2, 4} is rational in β² (p = 1: in √(1+β²)). A 0-dim
+            tensor takes the general formula, whose gradient for p is finite, also at β = 0.
     """
+    if isinstance(p, Tensor):
+        return _trigonometric(beta2, p)
     if p == 1:
         a = torch.rsqrt(1 + beta2)
         return a, a
@@ -55,18 +65,22 @@ def sphere_coefficients(beta2: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return _trigonometric(beta2, p)
 
 
-def _trigonometric(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _is_exponential(p: float | Tensor) -> bool:
+    return not isinstance(p, Tensor) and p == math.inf  # math.isinf breaks a compiled graph
+
+
+def _trigonometric(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
     # Below the threshold the series in x = β² is exact to float64; above it β is far from 0 and √ is smooth. Both
     # branches are always computed, so each gets an argument for which it is finite, in value and in gradient.
-    q = 0.0 if math.isinf(p) else 1 / (p * p)
-    small = x < 1e-4 * min(1.0, p * p)
+    q = 0.0 if _is_exponential(p) else 1 / (p * p)
+    small = x < 1e-4 * ((p * p).clamp_max(1.0) if isinstance(p, Tensor) else min(1.0, p * p))
     near = torch.where(small, x, 0.0)
     ratio = 1 - q * near * (1 / 3 - q * near * (1 / 5 - q * near * (1 / 7 - q * near / 9)))  # θ / β
     theta2 = near * ratio * ratio
     a_near = 1 - theta2 / 2 * (1 - theta2 / 12 * (1 - theta2 / 30))
     b_near = ratio * (1 - theta2 / 6 * (1 - theta2 / 20 * (1 - theta2 / 42)))
     beta = torch.sqrt(torch.where(small, 1.0, x))
-    theta = beta if math.isinf(p) else p * torch.atan(beta / p)
+    theta = beta if _is_exponential(p) else p * torch.atan(beta / p)
     return torch.where(small, a_near, theta.cos()), torch.where(small, b_near, theta.sin() / beta)
 
 
@@ -157,28 +171,40 @@ def _coefficients(
 
 
 def sphere_update(
-    h: Tensor, out: Tensor, step: Tensor, radius: Tensor | float, p: float, rescale: bool = False
+    h: Tensor,
+    out: Tensor,
+    step: Tensor,
+    radius: Tensor | float,
+    p: float | Tensor,
+    rescale: bool = False,
+    clamp: float | None = None,
 ) -> Tensor:
     """Move h on its sphere by the sublayer output: h′ = a·h + b·v (the module's formula), norm kept.
 
     Args:
         h: stream, (…, d), ‖h‖ = radius, float32 or float64 (half precision is computed in float32 and cast back).
         out: sublayer output F(h), (…, d), any floating dtype.
-        step: 0-dim step size s > 0.
+        step: 0-dim step size s, or one per channel, (d,), which multiplies F before it is projected.
         radius: radius r > 0, a 0-dim tensor if it is learned.
-        p: member of the family, p > 0 or `math.inf`.
+        p: member of the family, p > 0 or `math.inf`; a 0-dim tensor if it is learned.
         rescale: divide by the measured norm at the end, so that rounding cannot accumulate; p = 1 always does.
+        clamp: largest angle of ‖P‖/r and of s times it, for p = ∞.
 
     Returns:
         h′, with the shape and dtype of h.
 
-    Source: SpheretNorm (arXiv 2608.02668); p → ∞ is GeoNorm (arXiv 2601.22095) without its clamp.
+    Source: SpheretNorm (arXiv 2608.02668); p → ∞ is GeoNorm (arXiv 2601.22095), which clamps at π/4.
     """
     if h.dtype in (torch.float16, torch.bfloat16):
-        return sphere_update(h.float(), out, step, radius, p, rescale).to(h.dtype)
+        return sphere_update(h.float(), out, step, radius, p, rescale, clamp).to(h.dtype)
     step = step.to(h.dtype)
     radius = radius.to(h.dtype) if isinstance(radius, Tensor) else h.new_full((), radius)
-    if p in _CLOSED:
+    if step.ndim:
+        # s ⊙ P would not be tangential: the channels are weighted first, and then the radial part is taken out.
+        out, step = step * out.to(h.dtype), torch.ones_like(step[0])
+    if clamp is not None:
+        step = _clamped(h, out, step, radius, clamp)
+    if not isinstance(p, Tensor) and p in _CLOSED:
         if torch.compiler.is_compiling():
             # Marked for recomputation, or the compiler would keep scalars of the forward pass and split its loop.
             return cast(
@@ -188,15 +214,24 @@ def sphere_update(
     return _sphere_update_plain(h, out, step, radius, p, rescale)
 
 
-def _sphere_update_plain(h: Tensor, out: Tensor, s: Tensor, r: Tensor, p: float, rescale: bool) -> Tensor:
+def _clamped(h: Tensor, out: Tensor, s: Tensor, r: Tensor, clamp: float) -> Tensor:
+    """The step of each token, (…, 1), that keeps θ = ‖P‖/r and s·θ within ±clamp; nothing is divided by ‖P‖."""
+    *_, pp = _project(h, out)
+    limit = clamp * clamp
+    x = pp / (r * r)
+    s = s * (clamp * torch.rsqrt(x.clamp_min(limit)))
+    return s * (clamp * torch.rsqrt((s * s * x).clamp_min(limit)))
+
+
+def _sphere_update_plain(h: Tensor, out: Tensor, s: Tensor, r: Tensor, p: float | Tensor, rescale: bool) -> Tensor:
     out = out.to(h.dtype)
     kappa = (h * out).sum(-1, keepdim=True) / (h * h).sum(-1, keepdim=True).clamp_min(_TINY)
     v = s * (out - kappa * h)
-    if p == 1:
+    if not isinstance(p, Tensor) and p == 1:
         new = h + v
     else:
         a, b = sphere_coefficients((v * v).sum(-1, keepdim=True) / (r * r), p)
         new = a * h + b * v
-    if p == 1 or rescale:
+    if (not isinstance(p, Tensor) and p == 1) or rescale:
         new = new * (r * torch.rsqrt((new * new).sum(-1, keepdim=True).clamp_min(_TINY)))
     return new
