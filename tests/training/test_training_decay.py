@@ -37,6 +37,9 @@ def test_only_matrices_are_decayed_with_every_norm(norm: str, preset: str) -> No
 def test_only_matrices_are_decayed_with_every_connection(connection: str) -> None:
     model = small("gpt", connection=connection)
     names = decayed_names(model)
+    if connections.get(connection).unit_weights:  # decay would only change the length that every step restores
+        assert names == []
+        return
     assert len(names) == len(set(names))
     assert set(names) == matrices(model)
 

@@ -1,8 +1,35 @@
-"""Real text as token ids: documents → train and validation splits → byte-level BPE → packed windows."""
+"""Real data: text as packed windows of tokens; images, tagged words, sentences and tables as examples with labels."""
 
-from normsmith.data.config import DataConfig
+from normsmith.data.config import DataConfig, SourceConfig
+from normsmith.data.examples import Examples, TaskData, TrainingExamples, collate
+from normsmith.data.facts import Facts
+from normsmith.data.kinds import data_config, data_kinds, load_data
 from normsmith.data.sample import token_windows
+from normsmith.data.sentences import SentencesConfig
+from normsmith.data.tabular import TableConfig
+from normsmith.data.tagging import TaggingConfig
 from normsmith.data.text import TextData, load_text
-from normsmith.data.windows import PackedWindows
+from normsmith.data.vision import ImagesConfig
+from normsmith.data.windows import Ordered, PackedWindows
 
-__all__ = ["DataConfig", "PackedWindows", "TextData", "load_text", "token_windows"]
+__all__ = [
+    "DataConfig",
+    "Examples",
+    "Facts",
+    "ImagesConfig",
+    "Ordered",
+    "PackedWindows",
+    "SentencesConfig",
+    "SourceConfig",
+    "TableConfig",
+    "TaggingConfig",
+    "TaskData",
+    "TextData",
+    "TrainingExamples",
+    "collate",
+    "data_config",
+    "data_kinds",
+    "load_data",
+    "load_text",
+    "token_windows",
+]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from normsmith.config import Config
+from normsmith.data.facts import Facts
 
 
-class DataConfig(Config):
-    """Text source, split and tokenizer.
+class SourceConfig(Config):
+    """What the data of every kind of task have in common; the subclasses say what the fields mean for them."""
+
+    kind: str
+    source: str
+    validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)
+    test_fraction: float = Field(default=0.1, ge=0, lt=0.5)
+
+    def facts(self) -> Facts:
+        """What a model must know of the data, as far as it is known before they are read."""
+        raise NotImplementedError(f"{type(self).__name__} must define facts()")
+
+
+class DataConfig(SourceConfig):
+    """Text for a language model: source, split and tokenizer.
 
     Attributes:
+        kind: `text`.
         source: `stdlib` (Python sources of the running interpreter, no download), a text file, a folder, or the name
             of a Hugging Face Hub data set; `hub:NAME` forces the last one, also for a local folder in a form that
             `datasets` can load.
@@ -27,6 +44,7 @@ class DataConfig(Config):
         sequence_length: tokens per window.
     """
 
+    kind: Literal["text"] = "text"
     source: str = Field(default="stdlib", min_length=1)
     subset: str | None = None
     split: str = "train"
@@ -38,3 +56,7 @@ class DataConfig(Config):
     vocab_size: int = Field(default=4096, ge=257)
     tokenizer: str | None = None
     sequence_length: int = Field(default=256, ge=2)
+
+    def facts(self) -> Facts:
+        """The vocabulary; a text with too few pairs to merge gives a smaller one."""
+        return Facts(vocab_size=self.vocab_size, length=self.sequence_length)

@@ -75,14 +75,14 @@ def split_documents(
     Equal keys share a side. A side that would be empty gets the key nearest to the border; `InputError` where all keys
     are equal, with `sides` as what needs one each.
     """
-    places = [_place(document.key) for document in documents]
+    places = [place(document.key) for document in documents]
     low, high = min(places), max(places)
     if low == high:
         found = "there is only one document" if len(documents) == 1 else f"all {len(documents)} documents are equal"
         raise InputError(f"{found}, but {sides} need one each: give more text")
     border = min(max(fraction, low), max(p for p in places if p < high))
-    train = [d for d, place in zip(documents, places, strict=True) if place > border]
-    return train, [d for d, place in zip(documents, places, strict=True) if place <= border]
+    train = [d for d, p in zip(documents, places, strict=True) if p > border]
+    return train, [d for d, p in zip(documents, places, strict=True) if p <= border]
 
 
 def split_for(documents: list[Document], config: DataConfig) -> dict[str, list[Document]]:
@@ -98,7 +98,8 @@ def split_for(documents: list[Document], config: DataConfig) -> dict[str, list[D
     return {"train": train, "validation": validation, "test": test}
 
 
-def _place(key: str) -> float:
+def place(key: str) -> float:
+    """Where in [0, 1) the hash of a key lies: the same on every machine, for ever."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+HUB = "hub:"
 _BATCH = 256  # documents encoded at once: enough for every core, and few enough to keep their token lists small
 
 
@@ -56,14 +57,22 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerFast:
-    """Load the fast tokenizer saved in `folder`; `InputError` where there is none or it has no end-of-text token."""
+    """Load the fast tokenizer saved in `folder`, or that of the Hub for `hub:NAME`.
+
+    `InputError` where there is none or it has no end-of-text token.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise InputError(f"tokenizer {folder}: no such folder; give one written by tokenizer.save_pretrained")
+    hub, path = folder.removeprefix(HUB), Path(folder).expanduser()
+    if hub == folder and not path.is_dir():
+        raise InputError(
+            f"tokenizer {folder}: no such folder; give one written by tokenizer.save_pretrained, or {HUB}NAME"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if hub != folder:
+            tokenizer = AutoTokenizer.from_pretrained(hub)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many types for a folder that it cannot read
         reason = " ".join(str(error).split())
         raise InputError(f"tokenizer {folder}: transformers cannot load a tokenizer from it ({reason})") from None

@@ -25,7 +25,14 @@ def count_windows(ids: npt.NDArray[Any], sequence_length: int, what: str = "text
     return len(ids) // sequence_length
 
 
-class PackedWindows(Dataset[dict[str, torch.Tensor]]):
+class Ordered(Dataset[dict[str, torch.Tensor]]):
+    """A data set that decides its own order, which a Trainer must read from the first item to the last."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} must define __len__()")
+
+
+class PackedWindows(Ordered):
     """Windows of `T` tokens with stride `T` over `ids (n,)`; the rest of fewer than `T` tokens is left out.
 
     Item i is `{"input_ids": (T,) int64, "labels": the same tensor}`: transformers models shift labels themselves. With
@@ -60,14 +67,15 @@ class PackedWindows(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self.num_items:
             raise IndexError(f"item {index} of {self.num_items}")
         epoch, place = divmod(index, self.windows)
-        window = place if self.seed is None else int(_order(self.seed, epoch, self.windows)[place])
+        window = place if self.seed is None else int(epoch_order(self.seed, epoch, self.windows)[place])
         start = window * self.sequence_length
         tokens = torch.from_numpy(self.ids[start : start + self.sequence_length].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens}
 
 
 @functools.lru_cache(maxsize=8)
-def _order(seed: int, epoch: int, n: int) -> npt.NDArray[np.intp]:
+def epoch_order(seed: int, epoch: int, n: int) -> npt.NDArray[np.intp]:
+    """The order of n items in an epoch: a permutation drawn from (seed, epoch) alone."""
     # Sorting raw Philox words: numpy promises that this stream never changes, but not what Generator.permutation does.
     words = np.random.Philox(np.random.SeedSequence((seed, epoch))).random_raw(n)
     return np.argsort(words, kind="stable")

@@ -31,6 +31,9 @@ class TrainingConfig(Config):
         beta1: of AdamW.
         beta2: of AdamW.
         clip: largest gradient norm, 0 for none.
+        label_smoothing: share of every training label that is spread over all classes (images and sentences only).
+        weight_average: decay of a moving average of the weights, which is what is evaluated and saved in the end; 0
+            for none (see `WeightAverage`).
         bf16: bfloat16 autocast; parameters and residual stream stay float32.
         compile: `torch.compile` the model.
         activation_checkpointing: recompute activations in the backward pass.
@@ -50,6 +53,8 @@ class TrainingConfig(Config):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     clip: float = Field(default=1.0, ge=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    weight_average: float = Field(default=0.0, ge=0, lt=1)
     bf16: bool = False
     compile: bool = False
     activation_checkpointing: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -15,6 +16,7 @@ from normsmith.training.optim import untrained_names
 class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[reportUnsafeMultipleInheritance]
     """Steps the controller once per optimiser step, logs its progress, and keeps its state in every checkpoint.
 
+    Models whose weights have unit length (`ngpt`) get it back after every optimiser step, with or without a controller.
     In a plain `transformers.Trainer` the loss must add `controller.auxiliary_loss()` itself; `normsmith.Trainer` does.
 
     >>> transformers.Trainer(model, args, callbacks=[NormsmithCallback(controller)], ...)
@@ -40,13 +42,13 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
         if self.controller.length() != state.max_steps:
             raise InputError(
                 f"the schedule was made for {self.controller.steps} optimiser steps, this run has {state.max_steps}; "
-                "leave steps out of taper_ and the Trainer fills it in"
+                "leave steps out where the controller is made and the Trainer fills it in"
             )
         stored = cast("dict[str, Any]", state.stateful_callbacks or {})
         saved = stored.get(type(self).__name__)
         if not state.global_step:
             return
-        if saved is None:
+        if saved is None or "controller_state" not in saved["attributes"]:
             raise InputError(
                 f"the checkpoint of step {state.global_step} holds no schedule, so it cannot be continued with one; "
                 "start the run anew, or resume it without a controller"
@@ -57,6 +59,7 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
         """One optimiser step is complete."""
         if self.controller is not None:
             self.controller.step()
+        normalize_weights_(kwargs.get("model"))
 
     def on_log(
         self,
@@ -75,6 +78,14 @@ class NormsmithCallback(TrainerCallback, ExportableState):  # pyright: ignore[re
         """What a checkpoint stores."""
         attributes = {} if self.controller is None else {"controller_state": self.controller.state_dict()}
         return {"args": {}, "attributes": attributes}
+
+
+def normalize_weights_(model: nn.Module | None) -> None:
+    """Call `normalize_weights_()` of the first module that has one: the model itself, inside whatever wraps it."""
+    modules = () if model is None else model.modules()
+    found: Any = next((m for m in modules if callable(getattr(m, "normalize_weights_", None))), None)
+    if found is not None:
+        found.normalize_weights_()
 
 
 def _check_optimizer(optimizer: Any, model: Any) -> None:

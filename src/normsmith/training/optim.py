@@ -18,7 +18,10 @@ def decayed_names(model: nn.Module) -> list[str]:
 
     Never decayed: biases, gains and every other vector or scalar, and whatever a norm or a connection owns, of any
     shape (the selector of an adaptive norm has matrices too, and decaying them would push the gate to one half).
+    Nothing is decayed in a model whose weights have unit length (`ngpt`).
     """
+    if has_unit_weights(model):
+        return []
     kept = {
         id(parameter)
         for module in model.modules()
@@ -27,6 +30,11 @@ def decayed_names(model: nn.Module) -> list[str]:
     }
     # A connection holds no sublayer, so everything below it is its own.
     return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept]
+
+
+def has_unit_weights(model: nn.Module) -> bool:
+    """Whether the model's weights are to have unit length after every step, as its connections say."""
+    return any(isinstance(module, Connection) and module.unit_weights for module in model.modules())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

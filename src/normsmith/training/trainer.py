@@ -13,21 +13,22 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from normsmith.data import PackedWindows
+from normsmith.data import Ordered
 from normsmith.errors import DivergedError
 from normsmith.schedules import Controller
+from normsmith.schedules.overflow import remedy
 from normsmith.training.callback import NormsmithCallback
-from normsmith.training.optim import decayed_names
+from normsmith.training.optim import decayed_names, has_unit_weights
 
 
 class Trainer(transformers.Trainer):
     """Use it as `transformers.Trainer`; `controller` is what `taper_` and the other schedules return.
 
     What differs: the controller's auxiliary loss is added in training and reported apart from the loss; gates, gains,
-    step sizes and biases are never decayed; `PackedWindows` are read in their own order; a loss that is not finite
-    stops the run with `DivergedError` at the next log, and no checkpoint is written from then on, nor one whose weights
-    are not finite. With a `teacher`, a causal model that takes the same inputs, the training loss is
-    (1 − α)·loss + α·KL(teacher ‖ model), in nats per predicted token, with α = `distill`.
+    step sizes and biases are never decayed; `Ordered` data (as `PackedWindows`) are read in their own order; a loss
+    that is not finite stops the run with `DivergedError` at the next log, and no checkpoint is written from then on,
+    nor one whose weights are not finite. With a `teacher`, a causal model that takes the same inputs, the training loss
+    is (1 − α)·loss + α·KL(teacher ‖ model), in nats per predicted token, with α = `distill`.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Trainer(transformers.Trainer):
         # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
         self.args.logging_nan_inf_filter = False
         self.remove_callback(PrinterCallback)
-        if controller is not None:
+        if controller is not None or (self.model is not None and has_unit_weights(self.model)):
             # After the flow callback, which starts each event, and before those that log or save.
             self.add_callback(NormsmithCallback(controller))
         self._model_loss = torch.tensor(0.0)
@@ -65,8 +66,8 @@ class Trainer(transformers.Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int] | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if isinstance(dataset, PackedWindows):
-            return SequentialSampler(dataset)  # the windows are shuffled by their own seed, the same for every arm
+        if isinstance(dataset, Ordered):
+            return SequentialSampler(dataset)  # shuffled by its own seed, the same for every arm
         return super()._get_train_sampler(train_dataset)
 
     def compute_loss(
@@ -144,6 +145,12 @@ class Trainer(transformers.Trainer):
         step = min(steps)
         checkpoint = get_last_checkpoint(self.args.output_dir or ".")
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
+        cause = "" if self.controller is None else self.controller.diagnosis()
+        if cause:
+            model = self.accelerator.unwrap_model(self.model)
+            half = self.args.fp16 or any(p.dtype == torch.float16 for p in model.parameters())
+            what = remedy(torch.float16 if half else torch.float32)
+            raise DivergedError(f"the loss or the weights are not finite since step {step}: {cause}; {where}; {what}")
         raise DivergedError(
             f"the loss or the weights are not finite since step {step}: {where}; lower the learning rate or lengthen "
             "the warm-up"

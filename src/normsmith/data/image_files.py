@@ -1,0 +1,196 @@
+"""Readers of image files: IDX, sheets of images, NumPy archives, and data sets of the Hub."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import struct
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from normsmith.errors import InputError
+
+Split = tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]
+Read = tuple[dict[str, Split], tuple[str, ...]]
+
+_SHEETS = {28 * 28: (28, 28, 1), 32 * 32: (32, 32, 3)}  # width of a sheet → shape of the image in each of its rows
+_MNIST_TRAIN = 60_000
+FORMS = (
+    "IDX files (train-images-idx3-ubyte and so on, also .gz), sheets with one image per row (mnist_batch_0.png, "
+    "cifar10_batch_0.png) beside their labels, or .npz archives (x and y) named train, validation and test"
+)
+
+
+def read_path(source: str) -> Read:
+    """Read the images of a folder, or of one `.npz` archive, as split name → (images (n, h, w, c) uint8, labels (n,)).
+
+    A folder holds IDX files as MNIST and Fashion-MNIST have them, PNG sheets with one image per row (784 grey pixels,
+    or 1024 in colour) and their labels (`*labels.js` or `*labels.npy`), or archives whose names tell their split.
+    Where a folder has a split twice, IDX files come first, then archives.
+
+    Raises:
+        InputError: none of these, or a file that does not hold what its name says.
+    """
+    root = Path(source).expanduser()
+    files = sorted(root.iterdir()) if root.is_dir() else [root]
+    splits: dict[str, Split] = {}
+    for reader in (_idx, _archives, _sheets):
+        for name, split in reader(files).items():
+            splits.setdefault(name, split)
+    if not splits:
+        raise InputError(f"{source}: holds no images that normsmith reads; it reads {FORMS}")
+    if "train" not in splits:
+        raise InputError(f"{source}: has no training split, only {', '.join(splits)}")
+    return splits, tuple(str(n) for n in range(_classes(splits["train"][1], source)))
+
+
+def _classes(labels: npt.NDArray[Any], source: str) -> int:
+    # Counting up to the largest label would take one wrong label for hundreds of classes.
+    present = np.unique(labels)
+    if len(present) and (present[0] < 0 or present[-1] >= len(present)):
+        odd = present[0] if present[0] < 0 else present[-1]
+        raise InputError(
+            f"{source}: image {int(np.argmax(labels == odd))} of the training split has the label {int(odd)}, but the "
+            f"labels must be 0 to {len(present) - 1} for its {len(present)} classes"
+        )
+    return len(present)
+
+
+def _split_name(path: Path) -> str | None:
+    name = path.name.lower()
+    words = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "dev": "validation"}
+    return next((split for word, split in words.items() if word in name), None)
+
+
+def _idx(files: list[Path]) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for path in files:
+        split = _split_name(path)
+        if "images-idx3" not in path.name or split is None:
+            continue
+        beside = path.with_name(path.name.replace("images-idx3", "labels-idx1"))
+        if not beside.is_file():
+            raise InputError(f"{path}: its labels {beside.name} are missing")
+        splits[split] = (read_idx(path)[..., None], read_idx(beside))
+    return splits
+
+
+def read_idx(path: Path) -> npt.NDArray[np.uint8]:
+    """The array of an IDX file of bytes, gzipped or not."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise InputError(f"{path}: is no IDX file of bytes, it begins with {data[:4].hex(' ')}")
+    shape = struct.unpack_from(f">{data[3]}I", data, 4) if len(data) >= 4 + 4 * data[3] else (0,)
+    body = data[4 + 4 * data[3] :]
+    if len(body) != int(np.prod(shape)):
+        raise InputError(f"{path}: holds {len(body)} bytes, its header says {'×'.join(map(str, shape))}")
+    return np.frombuffer(body, np.uint8).reshape(shape)
+
+
+def _archives(files: list[Path]) -> dict[str, Split]:
+    archives = [path for path in files if path.suffix == ".npz"]
+    splits: dict[str, Split] = {}
+    for path in archives:
+        split = _split_name(path) or ("train" if len(archives) == 1 and len(files) == 1 else None)
+        if split is None:
+            continue
+        try:
+            with np.load(path) as loaded:
+                held = {key: loaded[key] for key in loaded}
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be read as a NumPy archive ({error})") from None
+        if not {"x", "y"} <= held.keys():
+            raise InputError(f"{path}: holds {', '.join(held)}; an archive of images has x (images) and y (labels)")
+        splits[split] = (_as_images(held["x"], path), held["y"])
+    return splits
+
+
+def _as_images(array: npt.NDArray[Any], path: Path) -> npt.NDArray[np.uint8]:
+    array = array[..., None] if array.ndim == 3 else array
+    if array.ndim != 4 or array.dtype != np.uint8 or array.shape[-1] not in (1, 3):
+        raise InputError(
+            f"{path}: its images are {array.dtype} of shape {array.shape}; expected uint8 (n, height, width, channels) "
+            "with 1 or 3 channels"
+        )
+    return cast("npt.NDArray[np.uint8]", array)
+
+
+def _sheets(files: list[Path]) -> dict[str, Split]:
+    numbered = {int(m[1]): p for p in files if (m := re.fullmatch(r".*_batch_(\d+)\.png", p.name))}
+    if not numbered:
+        return {}
+    sheets = [_sheet(numbered[number]) for number in sorted(numbered)]
+    if len({sheet.shape[1:] for sheet in sheets}) > 1:
+        raise InputError(f"{files[0].parent}: its sheets are not of one kind of image")
+    images = np.concatenate(sheets)
+    labels = _sheet_labels(files)
+    if len(labels) < len(images):
+        raise InputError(f"{files[0].parent}: {len(images)} images on the sheets, but labels for {len(labels)} only")
+    # The sheets of MNIST go on with test images after the 60,000 of the training split.
+    border = _MNIST_TRAIN if images.shape[1:] == (28, 28, 1) else len(images)
+    parts = {"train": slice(0, border), "test": slice(border, len(images))}
+    return {name: (images[part], labels[: len(images)][part]) for name, part in parts.items() if len(images[part])}
+
+
+def _sheet(path: Path) -> npt.NDArray[np.uint8]:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            shape = _SHEETS.get(image.width)
+            if shape is None:
+                raise InputError(
+                    f"{path}: is {image.width} pixels wide; a sheet has one image in each row, of 784 or 1024 pixels"
+                )
+            pixels = np.asarray(image.convert("L" if shape[2] == 1 else "RGB"))
+    except (UnidentifiedImageError, OSError) as error:
+        raise InputError(f"{path}: cannot be read as an image ({error})") from None
+    return pixels.reshape(-1, *shape)
+
+
+def _sheet_labels(files: list[Path]) -> npt.NDArray[np.int64]:
+    for path in files:
+        if path.name.endswith("labels.npy"):
+            return np.load(path).astype(np.int64)
+        if path.name.endswith("labels.js"):
+            return np.array([int(n) for n in re.findall(r"\d+", path.read_text("utf-8"))], np.int64)
+    raise InputError(f"{files[0].parent}: no labels beside the sheets; expected a file *labels.npy or *labels.js")
+
+
+def read_hub(source: str, subset: str | None) -> Read:
+    """Read a Hub data set with an image and a class label per row, whatever its columns are called."""
+    import datasets
+
+    name = source.removeprefix("hub:")
+    try:
+        loaded: Any = datasets.load_dataset(name, subset)
+    except Exception as error:  # datasets raises whatever its file readers and the network raise
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise InputError(f"{name}: the data set cannot be read: {reason}; check the name, subset, network") from None
+    splits: dict[str, Split] = {}
+    classes: tuple[str, ...] = ()
+    for split, rows in loaded.items():
+        features = rows.features
+        images = [c for c, f in features.items() if isinstance(f, datasets.Image)]
+        labels = [c for c, f in features.items() if isinstance(f, datasets.ClassLabel)]
+        if not images or not labels:
+            raise InputError(f"{name}: needs an image and a class label per row, its columns are {', '.join(features)}")
+        label = "fine_label" if "fine_label" in labels else labels[0]  # CIFAR-100 has coarse ones too
+        classes = tuple(features[label].names)
+        named = "validation" if split.startswith("valid") else split
+        if named in ("train", "validation", "test"):
+            pixels = [_channels(np.asarray(row)) for row in rows[images[0]]]
+            splits[named] = (cast("Any", pixels), np.array(rows[label]))
+    if "train" not in splits:
+        raise InputError(f"{name}: has no split called train, only {', '.join(loaded)}")
+    return splits, classes
+
+
+def _channels(image: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return np.asarray(image[..., None] if image.ndim == 2 else image[..., :3], np.uint8)
