@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from normsmith.connections import connections
+from normsmith.evaluation import suites
 from normsmith.models import PRESETS
 from normsmith.norms import norms
 from normsmith.schedules import schedules
@@ -23,6 +24,7 @@ KINDS = {
     "schedules": list(schedules),
     "presets": list(PRESETS),
     "recipes": recipe_names(),
+    "suites": list(suites),
 }
 
 

@@ -13,7 +13,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def ls(
-    what: Annotated[str | None, typer.Argument(help="norms, connections, schedules, presets or recipes.")] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="norms, connections, schedules, presets, recipes or suites.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List what can be named in recipes and commands.

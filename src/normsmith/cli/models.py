@@ -36,6 +36,19 @@ def load_any(folder: Path, trust_remote_code: bool = False) -> Any:
     return load_model(folder, trust_remote_code)
 
 
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a model's folder; `InputError` where there is none."""
+    from transformers import AutoTokenizer
+
+    from normsmith.errors import InputError
+
+    try:
+        # Said either way: where a folder brings code, transformers would otherwise stop and ask at the terminal.
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})") from None
+
+
 def write_model(source: Path, output: Path, overwrite: bool, write: Callable[[Path], str]) -> str:
     """Let `write` fill the output folder, then add the other files of `source`; complete or not at all.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from normsmith.connections import connections
 from normsmith.errors import UnknownNameError
+from normsmith.evaluation import suites
 from normsmith.models import PRESETS
 from normsmith.norms import norms
 from normsmith.schedules import schedules
@@ -51,6 +52,7 @@ def listing() -> dict[str, dict[str, str]]:
         "schedules": {name: first(schedules.get(name)) for name in schedules},
         "presets": {name: _options(options) for name, options in PRESETS.items()},
         "recipes": {name: heading(name) for name in recipe_names()},
+        "suites": {name: first(suites.get(name)) for name in suites},
     }
 
 
