@@ -41,7 +41,10 @@ def test_a_small_study_from_the_command_to_the_table(work: Path) -> None:
     assert "st: 24/24" in result.err
     assert "4 of 4 runs" in result.err
     assert result.out.strip().splitlines()[0].split()[:2] == ["Arm", "Seeds"]
-    assert result.out.strip().splitlines()[-1] == "Table: st/results.md"
+    assert result.out.strip().splitlines()[-2:] == [
+        "Table: st/results.md",
+        "Report: normsmith report st -o st/report.html",
+    ]
     table = (work / "st/results.md").read_text()
     assert "| Arm | Seeds | Validation loss [95 %] | Difference [95 %] |" in table
     assert "with 2 pairs its p cannot fall below 0.5 and can never reach 0.05" in table

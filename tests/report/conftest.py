@@ -1,10 +1,14 @@
 """A realistic study: three arms of one small language model, 40 measurements each."""
 
 import math
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from normsmith.report import Arm, DecodeRow, Point, Results
+from tests.report.synthetic import make
 
 STEPS = 2000
 POINTS = 40
@@ -121,3 +125,31 @@ def example_results() -> Results:
 @pytest.fixture
 def results() -> Results:
     return example_results()
+
+
+def gates(arm: int, seed: int, step: int) -> dict[str, Any]:
+    if arm == 0:
+        return {}
+    layers = {f"c/layers.{i}": 1 + 0.1 * i + 0.01 * seed for i in range(12)}
+    return {"gate_entropy": 0.69 - 0.01 * step, "novel_quantity": float(step), "weights": [0.1, 0.2, 0.7], **layers}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three arms, three seeds, twenty steps; copy it before changing anything."""
+    return make(tmp_path_factory.mktemp("studies") / "plain", log=gates)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three learning rates; the largest makes one arm diverge."""
+    return make(
+        tmp_path_factory.mktemp("studies") / "swept",
+        sweep={"training.learning_rate": ("1e-3", "1e-2", "1e-1")},
+        diverge=lambda cell: cell.point.endswith("1e-1") and cell.arm != "rmsnorm",
+    )
+
+
+@pytest.fixture
+def study(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "st"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, LogLocator, NullFormatter
 
-from normsmith.report.palette import Stroke
+from normsmith.report.palette import DARK_OF, Stroke
 
 LEGEND_LIMIT = 56
 _WIDTH = 5.6  # inches: half of the page's width, so that text stays readable on a telephone
@@ -41,10 +42,12 @@ class Theme:
         return {"color": self.color(stroke), "ls": stroke.dash, "lw": 1.0 if thin else 1.8, "alpha": 0.5 if thin else 1}
 
 
+_PARTS = ("back", "ink", "muted", "grid")
 _THEMES = (
     Theme(False, "#ffffff", "#1d2430", "#57606e", "#e4e7ec"),
     Theme(True, "#15181d", "#e6e9ee", "#a3acb9", "#2d333d"),
 )
+_DARK_OF = {**DARK_OF, **{getattr(_THEMES[0], part): getattr(_THEMES[1], part) for part in _PARTS}}
 
 
 def render(draw: Callable[[Axes, Theme], None], legend: int, rows: int) -> tuple[str, str, int, int]:
@@ -53,8 +56,10 @@ def render(draw: Callable[[Axes, Theme], None], legend: int, rows: int) -> tuple
     `legend` is the number of entries in the legend (0: none), `rows` the number of horizontal bars (0: a line chart).
     """
     height = 0.75 + 0.52 * rows if rows else 3.0 + 0.2 * math.ceil(legend / 2)
-    light, dark = (_svg(draw, theme, height, bool(legend)) for theme in _THEMES)
-    return light, dark, round(96 * _WIDTH), round(96 * height)
+    svg = _svg(draw, _THEMES[0], height, bool(legend))
+    # The two differ in their colours only, and laying a picture out takes far longer than replacing these.
+    dark = re.sub("#[0-9a-f]{6}", lambda found: _DARK_OF.get(found[0], found[0]), svg)
+    return _uri(svg), _uri(dark), round(96 * _WIDTH), round(96 * height)
 
 
 def shorten(label: str, limit: int = 30) -> str:
@@ -84,13 +89,19 @@ def _svg(draw: Callable[[Axes, Theme], None], theme: Theme, height: float, legen
             figure.legend(*entries, loc="outside upper left", ncols=columns)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue().replace("'DejaVu Sans'", _FONT)
-    return "data:image/svg+xml;base64," + base64.b64encode(text.encode()).decode()
+    # Hundredths of a point are finer than any screen, and a quarter of the bytes of long curves.
+    return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
+
+
+def _uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 def plain_ticks(axes: Axes) -> None:
     """Label ticks with plain numbers; a logarithmic axis over few decades gets ticks at 1, 2 and 5."""
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    for axis in (axes.xaxis, axes.yaxis):
+        if not isinstance(axis.get_major_locator(), FixedLocator):  # such ticks have names
+            axis.set_major_formatter(FuncFormatter(_tick))
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         if high < 1000 * low:

@@ -22,11 +22,13 @@ def write_report(results: Results, path: str | Path) -> Path:
     from normsmith.report.pictures import pictures
 
     known = strokes(results)
-    page = _environment().get_template("page.html.jinja")
+    page = template("page.html.jinja")
     return write_text(
         path,
         page.render(
             results=results,
+            title=results.title,
+            summary=results.summary,
             plain=results.plain(),
             table=result_table(results),
             pictures=pictures(results),
@@ -37,7 +39,8 @@ def write_report(results: Results, path: str | Path) -> Path:
     )
 
 
-def _environment() -> jinja2.Environment:
+def template(name: str) -> jinja2.Template:
+    """A page's template; all that is filled in is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("normsmith", "report"),
         autoescape=True,
@@ -46,7 +49,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters.update(yaml=_yaml, number=number)
-    return environment
+    return environment.get_template(name)
 
 
 def _yaml(value: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from normsmith.report.results import Results
@@ -25,15 +26,22 @@ class Stroke:
 
 
 OTHER = Stroke("#a08767", "#b39b7a", "-")
+DARK_OF = {**dict(zip(_LIGHT, _DARK, strict=True)), OTHER.light: OTHER.dark}
+"""Colour on light pages → the same arm's on dark ones."""
+
+
+def strokes_of(names: Iterable[str]) -> dict[str, Stroke]:
+    """Arm name → stroke, in the order given."""
+    count = len(_LIGHT)
+    return {
+        name: Stroke(_LIGHT[i % count], _DARK[i % count], _DASHES[i // count % len(_DASHES)])
+        for i, name in enumerate(names)
+    }
 
 
 def strokes(results: Results) -> dict[str, Stroke]:
     """Arm name → stroke."""
-    count = len(_LIGHT)
-    return {
-        arm.name: Stroke(_LIGHT[i % count], _DARK[i % count], _DASHES[i // count % len(_DASHES)])
-        for i, arm in enumerate(results.arms)
-    }
+    return strokes_of(arm.name for arm in results.arms)
 
 
 def decode_stroke(name: str, known: dict[str, Stroke]) -> Stroke:

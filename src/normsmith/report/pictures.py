@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normsmith.report.drawing import LEGEND_LIMIT, Theme, plain_ticks, render, shorten
 from normsmith.report.palette import Stroke, decode_stroke, strokes
-from normsmith.report.results import Arm, Point, Results
+from normsmith.report.results import Arm, DecodeRow, Point, Results
 from normsmith.report.table import number
 
 # More points than this cannot be told apart at the size of the picture, and would make the page large.
@@ -44,9 +44,10 @@ def pictures(results: Results) -> list[Picture]:
     return [picture for picture in made if picture]
 
 
-def _picture(
+def picture_of(
     name: str, words: tuple[str, str, str, str], draw: Callable[[Axes, Theme], None], legend: int, rows: int = 0
 ) -> Picture:
+    """Draw a picture; `words` are its title, finding, note and alternative text."""
     title, finding, note, alt = words
     light, dark, width, height = render(draw, legend, rows)
     return Picture(name, title, finding, note, alt, width, height, light, dark)
@@ -82,7 +83,7 @@ def _losses(results: Results) -> Picture | None:
             lines.append(_Line(arm, known[arm.name], training, validation if validation[0] else training))
     if not lines:
         return None
-    limits = _loss_limits([series[1] for line in lines for series in (line.training, line.strong)])
+    limits = loss_limits([series[1] for line in lines for series in (line.training, line.strong)])
 
     def draw(axes: Axes, theme: Theme) -> None:
         for line in lines:
@@ -115,7 +116,7 @@ def _losses(results: Results) -> Picture | None:
     note += " A cross marks where an arm diverged." if any(line.arm.diverged for line in lines) else ""
     note += f" Values above {limits[1]:.3g} are cut off." if limits else ""
     alt = f"Loss against optimiser step, up to step {last:,}. Final {kind} loss: {ends}."
-    return _picture("loss", ("Loss", _loss_finding(final, kind), note, alt), draw, len(lines))
+    return picture_of("loss", ("Loss", _loss_finding(final, kind), note, alt), draw, len(lines))
 
 
 def _enlarge_the_end(axes: Axes, theme: Theme, lines: list[_Line]) -> None:
@@ -137,7 +138,8 @@ def _enlarge_the_end(axes: Axes, theme: Theme, lines: list[_Line]) -> None:
     plain_ticks(inset)
 
 
-def _loss_limits(curves: list[list[float]]) -> tuple[float, float] | None:
+def loss_limits(curves: list[list[float]]) -> tuple[float, float] | None:
+    """Limits of the axis that leave a spike out; None where nothing sticks out."""
     # One spike or a diverging arm would press all other curves into a line at the bottom.
     filled = [curve for curve in curves if curve]
     start = max(curve[0] for curve in filled)
@@ -181,7 +183,7 @@ def _gates(results: Results) -> Picture | None:
     told = [f"{arm.label}: {_gate_path(*gates[arm.name])}" for arm in drawn]
     alt = f"Taper gate against optimiser step. {'; '.join(told)}."
     note = "1: the norm works as usual; 0: it is a fixed linear map and can be folded away."
-    return _picture("gate", ("Taper gate", told[0] + ".", note, alt), draw, len(drawn))
+    return picture_of("gate", ("Taper gate", told[0] + ".", note, alt), draw, len(drawn))
 
 
 def _gate_path(steps: list[int], values: list[float]) -> str:
@@ -216,7 +218,7 @@ def _streams(results: Results) -> Picture | None:
     largest = max(drawn, key=lambda arm: max(v for _, v in scales[arm.name]))
     finding = f"{largest.label} has the largest stream: RMS {_growth(largest.stream_scale)}."
     alt = f"RMS of the residual stream after each sublayer{', log scale' if logarithmic else ''}. {told}."
-    return _picture(
+    return picture_of(
         "stream", ("Scale of the stream", finding, "Root mean square after each sublayer.", alt), draw, len(drawn)
     )
 
@@ -226,10 +228,14 @@ def _growth(scales: tuple[float, ...]) -> str:
 
 
 def _decode(results: Results) -> Picture | None:
-    rows = [row for row in results.decode if math.isfinite(row.median)]
+    return decode_picture(results.decode, strokes(results))
+
+
+def decode_picture(measured: Sequence[DecodeRow], known: dict[str, Stroke]) -> Picture | None:
+    """Bars of decode speed in the colours of the arms in `known`; None where nothing was measured."""
+    rows = [row for row in measured if math.isfinite(row.median)]
     if not rows:
         return None
-    known = strokes(results)
     colors: list[Stroke] = [decode_stroke(row.name, known) for row in rows]
     longest = max(row.high if math.isfinite(row.high) else row.median for row in rows)
 
@@ -260,7 +266,7 @@ def _decode(results: Results) -> Picture | None:
     told = _listing((row.label, f"{row.median:,.0f} ({number(row.ratio, '{:.2f}')}×)") for row in rows)
     alt = f"Bars of decode speed, median tokens per second and ratio to the first: {told}."
     note = f"Bars: medians; whiskers: quartiles; ratios: relative to {rows[0].label}."
-    return _picture("decode", ("Decode speed", finding, note, alt), draw, 0, len(rows))
+    return picture_of("decode", ("Decode speed", finding, note, alt), draw, 0, len(rows))
 
 
 def _listing(pairs: Iterable[tuple[str, str]]) -> str:

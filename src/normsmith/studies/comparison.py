@@ -12,8 +12,8 @@ from typing import Any
 from normsmith.config import Config
 from normsmith.errors import InputError
 from normsmith.studies.cells import Outcome, read_cell
+from normsmith.studies.checked import KnownStudy, open_study
 from normsmith.studies.statistics import Paired, Verdict, compare_paired, holm, needed_pairs, t_interval, verdict
-from normsmith.studies.study import Study, load_study
 
 
 class RunRow(Config):
@@ -88,19 +88,33 @@ def read_comparison(folder: Path, difference: float = 0.01) -> Comparison:
     Raises:
         InputError: no study, or none of its runs has finished.
     """
-    study = load_study(folder)
+    study = open_study(folder)
+    return compare_outcomes(study, read_outcomes(study), difference)
+
+
+def read_outcomes(study: KnownStudy) -> list[Outcome]:
+    """How every run of a study stands.
+
+    Raises:
+        InputError: none has finished.
+    """
     outcomes = [read_cell(study, cell) for cell in study.cells]
     if not any(o.state == "finished" for o in outcomes):
         counted = Counter(o.state for o in outcomes)
         first = next((f"; {o.cell.label}: {o.note}" for o in outcomes if o.note), "")
         states = ", ".join(f"{n} {state}" for state, n in sorted(counted.items()))
-        raise InputError(f"{folder}: no run has finished ({states}), so there is nothing to compare{first}")
+        raise InputError(f"{study.folder}: no run has finished ({states}), so there is nothing to compare{first}")
+    return outcomes
+
+
+def compare_outcomes(study: KnownStudy, outcomes: Sequence[Outcome], difference: float = 0.01) -> Comparison:
+    """The table of what the runs of a study show."""
     chosen = {arm: _best_point(study, arm, outcomes) for arm in study.plan.arms}
     shown = {arm: [o for o in outcomes if (o.cell.arm, o.cell.point) == (arm, chosen[arm])] for arm in study.plan.arms}
     return Comparison(
         study=study.folder.name,
         command=study.plan.command,
-        metric="test loss" if study.plan.base.data.test_fraction else "validation loss",
+        metric="test loss" if study.test_split else "validation loss",
         difference=difference,
         seeds=study.plan.seeds,
         sweep=study.plan.sweep,
@@ -109,7 +123,7 @@ def read_comparison(folder: Path, difference: float = 0.01) -> Comparison:
     )
 
 
-def _best_point(study: Study, arm: str, outcomes: Sequence[Outcome]) -> str:
+def _best_point(study: KnownStudy, arm: str, outcomes: Sequence[Outcome]) -> str:
     """The sweep point with the most finished seeds, and among these the lowest mean validation loss."""
 
     def rank(point: str) -> tuple[int, float]:
@@ -127,7 +141,9 @@ def _metric(outcome: Outcome) -> float | None:
     return outcome.validation_loss if outcome.test_loss is None else outcome.test_loss
 
 
-def _rows(study: Study, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float) -> list[ArmRow]:
+def _rows(
+    study: KnownStudy, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float
+) -> list[ArmRow]:
     values = {
         arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := _metric(o)) is not None}
         for arm, found in shown.items()

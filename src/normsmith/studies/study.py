@@ -28,12 +28,12 @@ from normsmith.errors import ConfigError, InputError
 from normsmith.folders import prepare_folder
 from normsmith.report.results import write_text
 from normsmith.studies.arms import arm_recipe, check_arms, check_setting, set_values
+from normsmith.studies.files import CHECKED, PLAN
 from normsmith.studies.locks import Lock, guard
 from normsmith.studies.recipe import Recipe
 
 FORMAT = 1
-PLAN = "study.json"
-_OURS = {".normsmith", ".guard", PLAN}
+_OURS = {".normsmith", ".guard", PLAN, CHECKED}
 _LONGEST = 80  # characters of a folder's name
 
 
@@ -77,12 +77,26 @@ class Cell:
         """What progress lines call it."""
         return ", ".join(part for part in (self.arm, self.point, f"seed {self.seed}") if part)
 
+    @cached_property
+    def recipe_text(self) -> str:
+        """What its recipe.yaml must hold."""
+        return self.recipe.to_yaml()
+
+    def fits(self, text: str) -> bool:
+        """Whether a recipe.yaml is this run's."""
+        return text == self.recipe_text
+
 
 class Study:
     """A study's folder and plan."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder, self.plan = folder, plan
+
+    @property
+    def test_split(self) -> bool:
+        """Whether the result is the loss on a test split, not that on the validation split."""
+        return bool(self.plan.base.data.test_fraction)
 
     @cached_property
     def points(self) -> dict[str, dict[str, str]]:

@@ -72,8 +72,8 @@ def _p(value: float | None) -> str:
     return NOTHING if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know to believe the table, or not to."""
+def notes(comparison: Comparison, runs: bool = True) -> list[str]:
+    """What a reader must know to believe the table, or not to; with `runs` also each run that does not count."""
     pairs = sorted({row.paired.pairs for row in comparison.arms if row.paired is not None})
     said = [
         f"Means over seeds of the {comparison.metric} in nats per token (lower is better) with 95 % t intervals; "
@@ -99,7 +99,7 @@ def notes(comparison: Comparison) -> list[str]:
             "Each arm is shown at the sweep point with the lowest validation loss over its seeds, and measured on the "
             "test split, which took no part in the choice."
         )
-    lost = [run for run in comparison.runs if run.state != "finished" or run.note]
+    lost = [run for run in comparison.runs if runs and (run.state != "finished" or run.note)]
     said += [
         f"{', '.join(p for p in (run.arm, run.point, f'seed {run.seed}') if p)}: {run.state}"
         f"{f' ({run.note})' if run.note else ''}."
@@ -127,20 +127,23 @@ def markdown(comparison: Comparison) -> str:
 def comma_separated(comparison: Comparison) -> str:
     """One line per arm with every number; an empty field where there is none."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["arm", "point", *_STATES, "metric", "mean", "low", "high"]
-        + [name if name.startswith("p_") or name == "pairs" else f"difference_{name}" for name in _PAIRED]
-        + ["p_holm", "outcome", "verdict", "needed_seeds", "parameters", "seconds"]
-    )
+    csv.writer(out, lineterminator="\n").writerows(csv_rows(comparison))
+    return out.getvalue()
+
+
+def csv_rows(comparison: Comparison) -> list[list[str | float | None]]:
+    """The titles, then the fields of each arm."""
+    titles: list[str | float | None] = ["arm", "point", *_STATES, "metric", "mean", "low", "high"]
+    titles += [name if name.startswith("p_") or name == "pairs" else f"difference_{name}" for name in _PAIRED]
+    rows = [[*titles, "p_holm", "outcome", "verdict", "needed_seeds", "parameters", "seconds"]]
     for row in comparison.arms:
         paired = {} if row.paired is None else row.paired.to_dict()
         said = row.verdict
-        fields = [row.arm, row.point, *(row.counts.get(state, 0) for state in _STATES)]
+        fields: list[str | float | None] = [row.arm, row.point, *(row.counts.get(state, 0) for state in _STATES)]
         fields += [comparison.metric, row.mean, row.low, row.high, *(paired.get(name) for name in _PAIRED)]
         fields += [row.p_holm, said.outcome if said else "reference", said.text if said else "", row.needed_seeds]
-        writer.writerow([*fields, row.parameters, row.seconds])
-    return out.getvalue()
+        rows.append([*fields, row.parameters, row.seconds])
+    return rows
 
 
 def terminal(comparison: Comparison) -> str:

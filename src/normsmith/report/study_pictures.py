@@ -1,0 +1,303 @@
+"""The pictures of a study: differences with intervals, losses with seed bands, stability, and whatever was logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from normsmith.report.account import Account
+from normsmith.report.curves import Band, Curve, Steps, Values, band_of, thin, thin_band
+from normsmith.report.diagnostic_pictures import diagnostic_pictures
+from normsmith.report.drawing import Theme, shorten
+from normsmith.report.grid import NOTHING
+from normsmith.report.pictures import Picture, decode_picture, loss_limits, picture_of
+
+LOSS, VALIDATION = ("loss", ""), ("eval_loss", "")
+_LABEL = 44
+_MANY = 400  # a forest with more arms would be a page on its own
+
+
+def study_pictures(account: Account) -> tuple[list[Picture], list[Picture]]:
+    """The pictures of the outcome, and those of what was logged besides the loss."""
+    made = [forest(account), losses(account), ends(account), stability(account)]
+    made.append(decode_picture(account.decode, account.strokes))
+    return [picture for picture in made if picture], diagnostic_pictures(account)
+
+
+def forest(account: Account) -> Picture | None:
+    """Differences to the reference with their t and bootstrap intervals."""
+    rows = [row for row in account.rows if row.paired is not None and row.paired.mean is not None][:_MANY]
+    if not rows:
+        return None
+    reference, metric = account.rows[0].arm, account.comparison.metric
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        axes.axvline(0, color=theme.muted, lw=1.2)
+        for y, row in enumerate(rows):
+            found, color = row.paired, theme.color(account.strokes[row.arm])
+            assert found is not None
+            assert found.mean is not None
+            if found.bootstrap_low is not None and found.bootstrap_high is not None:
+                axes.plot([found.bootstrap_low, found.bootstrap_high], [y, y], color=color, lw=6, alpha=0.35)
+            if found.low is not None and found.high is not None:
+                axes.errorbar(
+                    found.mean,
+                    y,
+                    xerr=[[found.mean - found.low], [found.high - found.mean]],
+                    color=color,
+                    elinewidth=1.6,
+                    capsize=4,
+                )
+            sure = row.verdict is not None and row.verdict.outcome in ("better", "worse")
+            axes.plot(found.mean, y, marker="o", ms=7, color=color, mfc=color if sure else theme.back, mew=1.6)
+            halo = [withStroke(linewidth=3, foreground=theme.back)]
+            across = axes.get_yaxis_transform()
+            label = shorten(row.arm, _LABEL)
+            axes.text(0, y - 0.26, label, va="bottom", color=theme.ink, transform=across, path_effects=halo)
+        axes.set_ylim(len(rows) - 0.55, -0.8)
+        axes.margins(x=0.06)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.set_xlabel(f"Difference in {metric} to {shorten(reference, 24)} (left is better)")
+
+    told = "; ".join(f"{row.arm}: {_difference(row.paired)}" for row in rows)
+    finding = "; ".join(f"{row.arm}: {row.verdict.text}" for row in rows if row.verdict is not None) + "."
+    note = (
+        "Whiskers: 95 % t interval; thick line: 95 % bootstrap interval; filled: better or worse after Holm's "
+        "correction; hollow: no such verdict."
+    )
+    alt = f"Differences in {metric} to {reference}, paired by seed, with 95 % t intervals. {told}."
+    return picture_of("forest", ("Differences to the reference", finding, note, alt), draw, 0, len(rows))
+
+
+def _difference(found: Any) -> str:
+    ends = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
+    return f"{found.mean:+.4f}{ends}".replace("-", "−")
+
+
+class _Loss:
+    """The curves of one arm: training and validation over the seeds that finished, and each run that diverged."""
+
+    def __init__(self, account: Account, arm: str) -> None:
+        runs = account.shown[arm]
+        self.arm, self.stroke = arm, account.strokes[arm]
+        done = [run.curves for run in runs if run.outcome.state == "finished"]
+        self.training = _band(curves[LOSS] for curves in done if LOSS in curves)
+        self.validation = _band(curves[VALIDATION] for curves in done if VALIDATION in curves)
+        self.strong = self.validation or self.training
+        self.lost = [run.curves[LOSS] for run in runs if run.outcome.state == "diverged" and LOSS in run.curves]
+
+    def bands(self) -> list[Band]:
+        return [band for band in (self.training, self.validation) if band is not None]
+
+
+def _band(curves: Iterable[Curve]) -> Band | None:
+    listed = [curve for curve in curves if len(curve.steps)]
+    return band_of(listed) if listed else None
+
+
+def draw_band(axes: Axes, theme: Theme, band: Band, stroke: Any, **line: Any) -> None:
+    """A line for the mean and, where there are several runs, an area from the lowest to the highest."""
+    if band.runs > 1:
+        steps, low, high = _floats(*thin_band(band))
+        axes.fill_between(steps, low, high, color=theme.color(stroke), alpha=0.18, lw=0)
+    marks = {"marker": "o", "ms": 3} if len(band.steps) <= 30 else {}
+    style: dict[str, Any] = {**theme.line(stroke), **marks, **line}
+    axes.plot(*_floats(*thin(band.steps, band.mean)), **style)
+
+
+def _floats(steps: Steps, *values: Values) -> list[list[float]]:
+    return [[float(step) for step in steps], *([float(v) for v in each] for each in values)]
+
+
+def losses(account: Account) -> Picture | None:
+    """Learning curves with seed bands."""
+    lines = [line for arm in account.shown if (line := _Loss(account, arm)).strong is not None or line.lost]
+    if not lines:
+        return None
+    everything = [band.mean for line in lines for band in line.bands()]
+    everything += [curve.values for line in lines for curve in line.lost]
+    limits = loss_limits([[float(v) for v in values] for values in everything])
+    measured = any(line.validation is not None for line in lines)
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        for line in lines:
+            label: dict[str, Any] = {"label": shorten(line.arm)}
+            if line.training is not None and line.validation is not None:
+                axes.plot(
+                    *_floats(*thin(line.training.steps, line.training.mean)), **theme.line(line.stroke, thin=True)
+                )
+            if line.strong is not None:
+                draw_band(axes, theme, line.strong, line.stroke, **label)
+                label = {}
+            for curve in line.lost:
+                style: dict[str, Any] = {**theme.line(line.stroke), "lw": 1, **label}
+                axes.plot(*_floats(*thin(curve.steps, curve.values)), **style)
+                top = float(curve.values[-1]) if limits is None else min(float(curve.values[-1]), limits[1])
+                axes.plot(
+                    curve.steps[-1], top, color=theme.color(line.stroke), marker="x", ms=7, mew=1.8, clip_on=False
+                )
+                label = {}
+        if limits:
+            axes.set_ylim(*limits)
+        axes.set_xlabel("Optimiser step")
+        axes.set_ylabel("Loss")
+
+    kind = "validation" if measured else "training"
+    final = [(line.arm, None if line.strong is None else float(line.strong.mean[-1])) for line in lines]
+    told = "; ".join(f"{arm}: {NOTHING if value is None else f'{value:.3f}'}" for arm, value in final)
+    lost = sum(len(line.lost) for line in lines)
+    note = "Lines: means over the seeds that finished; areas: from the lowest to the highest seed."
+    note += " Thin lines: training loss." if measured else ""
+    note += f" Crosses: where runs diverged ({lost})." if lost else ""
+    note += f" Values above {limits[1]:.3g} are cut off." if limits else ""
+    last = max(int(band.steps[-1]) for line in lines for band in (*line.bands(), *map(_alone, line.lost)))
+    alt = (
+        f"Loss against optimiser step, up to step {last:,}. Last {kind} loss during training, mean over seeds: {told}."
+    )
+    return picture_of("loss", ("Loss", _best(final, kind), note, alt), draw, len(lines))
+
+
+def _alone(curve: Curve) -> Band:
+    return Band(curve.steps, curve.values, curve.values, curve.values, 1)
+
+
+def _best(final: Sequence[tuple[str, float | None]], kind: str) -> str:
+    known = [(value, arm) for arm, value in final if value is not None]
+    if not known:
+        return "No run finished here."
+    value, arm = min(known)
+    return f"{arm} ends lowest, at a {kind} loss of {value:.3f} (mean over its seeds)."
+
+
+def ends(account: Account) -> Picture | None:
+    """The last part of the loss enlarged: good arms differ by less than a line's width in the whole picture."""
+    lines = [line for arm in account.shown if (line := _Loss(account, arm)).strong is not None]
+    bands = [(line, _last_part(line.strong)) for line in lines if line.strong is not None]
+    bands = [(line, band) for line, band in bands if len(band.steps) > 1]
+    if len(bands) < 2:
+        return None
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        for line, band in bands:
+            draw_band(axes, theme, band, line.stroke, label=shorten(line.arm))
+        axes.set_xlabel("Optimiser step")
+        axes.set_ylabel("Loss")
+
+    kind = "Validation" if any(line.validation is not None for line, _ in bands) else "Training"
+    told = "; ".join(
+        f"{line.arm}: {band.mean[-1]:.4f} ({band.low[-1]:.4f} to {band.high[-1]:.4f})" for line, band in bands
+    )
+    spread = max(float(band.high[-1] - band.low[-1]) for _, band in bands)
+    means = [float(band.mean[-1]) for _, band in bands]
+    finding = f"At the end the arms' means span {max(means) - min(means):.3f}"
+    finding += f", the seeds of one arm up to {spread:.3f}." if any(band.runs > 1 for _, band in bands) else "."
+    alt = f"{kind} loss over the last part of training. At the end, mean and range over seeds: {told}."
+    note = f"{kind} loss in the last 40 % of the steps; areas: from the lowest to the highest seed."
+    return picture_of("end", ("The end of training", finding, note, alt), draw, len(bands))
+
+
+def _last_part(band: Band) -> Band:
+    kept = band.steps >= 0.6 * band.steps[-1]
+    return Band(band.steps[kept], band.mean[kept], band.low[kept], band.high[kept], band.runs)
+
+
+def stability(account: Account) -> Picture | None:
+    """Final validation loss against what was swept, with the runs that diverged."""
+    plan = account.study.plan
+    if not plan.sweep:
+        return None
+    points = list(account.study.points)
+    place, label = _places(account, points)
+    found: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
+    lost: dict[str, dict[str, int]] = {arm: {} for arm in plan.arms}
+    for run in account.runs:
+        if run.outcome.validation_loss is not None:
+            found[run.cell.arm].setdefault(run.cell.point, []).append(run.outcome.validation_loss)
+        elif run.outcome.state == "diverged":
+            lost[run.cell.arm][run.cell.point] = lost[run.cell.arm].get(run.cell.point, 0) + 1
+    numeric = not isinstance(place, dict)
+    position = place if not isinstance(place, dict) else place.__getitem__
+    best = {row.arm: row.point for row in account.rows}
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        for i, arm in enumerate(plan.arms):
+            stroke, color = account.strokes[arm], theme.color(account.strokes[arm])
+            here = sorted((position(point), point) for point in found[arm])
+            xs = [x for x, _ in here]
+            means = [sum(v) / len(v) for v in (found[arm][point] for _, point in here)]
+            axes.plot(xs, means, **theme.line(stroke), marker="o", ms=4, label=shorten(arm))
+            if len(xs) > 1:
+                spans = [found[arm][point] for _, point in here]
+                axes.fill_between(xs, [min(v) for v in spans], [max(v) for v in spans], color=color, alpha=0.18, lw=0)
+            for x, mean in ((x, m) for (x, point), m in zip(here, means, strict=True) if point == best[arm]):
+                axes.plot(x, mean, marker="o", ms=9, mfc="none", color=color, mew=1.4)
+            # Above the curves, a line for each arm, so that crosses at one place do not hide each other.
+            height = 1.04 + 0.055 * i
+            for point, count in lost[arm].items():
+                where: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+                axes.plot(position(point), height, color=color, marker="x", ms=6, mew=1.8, **where)
+                axes.annotate(
+                    str(count),
+                    (position(point), height),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    color=color,
+                    va="center",
+                    fontsize=8,
+                    annotation_clip=False,
+                )
+        _swept_axis(axes, points, position, numeric)
+        axes.set_xlabel(label)
+        axes.set_ylabel("Validation loss")
+
+    diverged = {arm: sum(counts.values()) for arm, counts in lost.items() if counts}
+    listed = "; ".join(f"{arm}: {n}" for arm, n in diverged.items())
+    finding = f"Runs that diverged: {listed}." if diverged else "No run diverged."
+    told = "; ".join(f"{arm}: {_told(points, found[arm], lost[arm])}" for arm in plan.arms)
+    note = "Lines: means over seeds; areas: lowest to highest; ringed: the point that is reported; "
+    note += "crosses above: runs that diverged, with their number."
+    alt = f"Validation loss at the end against {label}. {told}."
+    return picture_of("stability", ("Stability", finding, note, alt), draw, len(plan.arms))
+
+
+def _told(points: Sequence[str], found: dict[str, list[float]], lost: dict[str, int]) -> str:
+    said: list[str] = []
+    for point in points:
+        values, gone = found.get(point, []), lost.get(point, 0)
+        parts = [f"{sum(values) / len(values):.3f}"] if values else []
+        said.append(f"{point}: " + (" and ".join([*parts, *([f"{gone} diverged"] if gone else [])]) or "not finished"))
+    return ", ".join(said)
+
+
+def _places(account: Account, points: Sequence[str]) -> tuple[Callable[[str], float] | dict[str, float], str]:
+    """Where a point is drawn: at its value where one number is swept, else one after the other."""
+    sweep = account.study.plan.sweep
+    if len(sweep) == 1:
+        (key,) = sweep
+        try:
+            numbers = {point: float(settings[key]) for point, settings in account.study.points.items()}
+        except ValueError:
+            numbers = {}
+        if numbers and all(math.isfinite(n) for n in numbers.values()):
+            return numbers.__getitem__, key
+    return {point: float(i) for i, point in enumerate(points)}, ", ".join(sweep)
+
+
+def _swept_axis(axes: Axes, points: Sequence[str], position: Callable[[str], float], numeric: bool) -> None:
+    xs = sorted(position(point) for point in points)
+    if numeric and xs[0] > 0 and xs[-1] >= 5 * xs[0]:
+        axes.set_xscale("log")
+    elif not numeric:
+        names = [",".join(part.rpartition("=")[2] for part in point.split(",")) for point in points]
+        slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(points) > 4 else {}
+        axes.set_xticks(xs, [shorten(name, 18) for name in names], **slant)
+    axes.grid(axis="x", visible=False)
