@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.report import Results
+from normsmith.schedules.sequential import Uses
 from normsmith.studies.removal import RemovalConfig, preset, remove_norms
 from normsmith.surgery import find_norms
 from normsmith.surgery.load import load_model
@@ -80,6 +81,29 @@ def test_the_command_writes_a_model_that_loads_elsewhere(
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(("family", "placement"), [("gpt2", "all"), ("llama", "internal")])
+def test_fakeln_is_the_same_command(
+    family: str, placement: str, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMSMITH_CACHE", str(pretrained / "cache"))
+    out = tmp_path / "free"
+    result = normsmith(
+        *("taper", pretrained / family, "--data", pretrained / "text.txt", "--steps", 12, "-o", out, "--json"),
+        *("--placement", placement, "--set", "data.sequence_length=16", "--set", "training.batch_size=4"),
+        *("--set", "data.validation_fraction=0.2", "--set", "windows=20", "--set", "decode_rounds=1"),
+        *("--method", "fakeln"),
+    )
+    assert result.code == 0, result
+    found = json.loads(result.out)
+    assert [arm["name"] for arm in found["arms"]] == ["control", "original", "removed"]
+    assert found["arms"][2]["fold_error"] <= 1e-4
+    assert found["arms"][2]["description"] == "FakeLN and folded"
+    assert [point["gate"] for point in found["arms"][2]["curve"]][-1] == 0
+    assert f"Removed: {5 if placement == 'all' else 4} norms." in (out / "README.md").read_text()
+    model = load_model(out, trust_remote_code=True)
+    assert len(find_norms(model)) == (0 if placement == "all" else 1)
+
+
 def test_the_audits_order(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMSMITH_CACHE", str(pretrained / "cache"))
     model = load_model(pretrained / "llama")
@@ -110,6 +134,17 @@ def test_presets_are_those_of_the_paper() -> None:
         assert config.training.learning_rate == rate
         assert config.taper.scale_loss == scale
         assert preset(model, total * 2).taper.span(total * 2) == (2 * span[0], 2 * span[1])
+        fake = preset(model, method="fakeln")
+        start, gaps = fake.sequential.start_step, fake.sequential.gaps
+        assert (start, gaps) == {12: (20, (2, 2, 3)), 24: (20, (2, 2, 3)), 36: (30, (4, 4, 6)), 48: (50, (4, 4, 6))}[
+            layers
+        ]
+        assert (fake.training.max_steps, fake.training.learning_rate, fake.distill) == (total, rate, 0)
+        assert fake.sequential.scale_loss == {36: 0.03}.get(layers, scale)
+        longer = preset(model, total * 2, "fakeln").sequential
+        uses = Uses(*(tuple(f"{i}" for i in range(layers)),) * 2, (), ("f",))
+        plan, twice = fake.sequential.plan(total, uses), longer.plan(total * 2, uses)
+        assert (twice[0].step, twice[-1].step) == (2 * plan[0].step, 2 * plan[-1].step)
     other = preset(tiny("llama"))
     assert other.taper.span(other.training.max_steps) == (20, 320)
 
@@ -145,6 +180,12 @@ def test_wrong_input_writes_nothing(pretrained: Path, tmp_path: Path, monkeypatc
     assert "placement" in refused(pretrained / "llama", "--data", text, "--placement", "inner")
     assert "scale_loss" in refused(pretrained / "llama", "--data", text, "--set", "taper.scale_loss=-1")
     assert "after the run of 12 steps" in refused(pretrained / "llama", "--data", text, "--set", "taper.end_step=99")
+    fake = ("--data", text, "--method", "fakeln")
+    beyond = ("--set", "sequential.start_step=10", "--set", "sequential.gaps=[1,1,1]")
+    assert "after the end of the run of 12" in refused(pretrained / "llama", *fake, *beyond)
+    assert "placement = 'final'" in refused(pretrained / "llama", *fake, "--placement", "final")
+    assert "fakeln has an order of its own" in refused(pretrained / "llama", *fake, "--order", "audit")
+    assert "did you mean 'fakeln'" in refused(pretrained / "llama", "--data", text, "--method", "fakenl")
     assert "no such file" in refused(pretrained / "llama", "--data", tmp_path / "none.txt")
     assert str(bare) in refused(bare, "--data", text)
     assert AutoModelForCausalLM.from_pretrained(pretrained / "llama") is not None

@@ -172,6 +172,9 @@ def test_arms_start_from_the_same_weights_where_shapes_allow(base: Recipe) -> No
     before = other.get_parameter(attention).clone()
     assert share_start_(other, first) == 0
     assert torch.equal(other.get_parameter(attention), before)
+    for rival in ("deepnorm", "ngpt"):  # their own initial spread is part of the method
+        assert share_start_(build_model(arm_recipe(base, rival), 280), first) == 0
+    assert share_start_(build_model(arm_recipe(base, "peri"), 280), first) == len(shared) + 1
     assert build_model(base.changed(seed=1), 280).get_parameter(attention).ne(first.get_parameter(attention)).any()
 
 

@@ -22,13 +22,16 @@ VERBS = {
     "demo": "Train three arms on real text, fold one, measure, write a report.",
     "train": "Train what a recipe says.",
     "compare": "Train several arms over several seeds; say what is better, and how surely.",
+    "reproduce": "Run a paper's tables as studies, with the published figures beside ours.",
+    "report": "Show what studies found: one HTML page, Markdown or CSV.",
     "inspect": "List a model's norms; with a text, audit how removable each one is.",
     "swap": "Replace a model's norms by another kind.",
     "taper": "Remove a pretrained model's norms by fine-tuning; fold, verify, measure.",
     "fold": "Absorb norms, or their gains and shifts, into the linear layers beside them.",
     "convert": "Write a changed model as native, stock or ONNX.",
+    "eval": "Zero-shot benchmarks with standard errors, or item by item against another model.",
     "bench": "Measure speed: decode, ops, step, import.",
-    "ls": "List norms, connections, schedules, presets, recipes.",
+    "ls": "List norms, connections, schedules, presets, recipes, suites.",
     "validate": "Check a recipe without running it.",
 }
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from normsmith.cli.common import JsonFlag, emit
+from normsmith.cli.engines import AddressOption, EngineOption, GpusOption
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -37,6 +38,9 @@ def compare(
     retry: Annotated[
         bool, typer.Option("--retry", help="Try runs again that failed (not those that diverged).")
     ] = False,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    gpus: GpusOption = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Train several arms with the same seeds, batches and budget, and say what is better, by how much, how surely.
@@ -56,13 +60,13 @@ def compare(
     Example: normsmith compare baseline-1m --arms rmsnorm,taper,sphere:p=1 --seeds 5 --jobs 2
     """
     import normsmith
-    from normsmith.data import load_text
+    from normsmith.data import load_data
     from normsmith.folders import check_folder
     from normsmith.studies.arms import split_arms
     from normsmith.studies.comparison import read_comparison
-    from normsmith.studies.execute import Here, StudyProgress, forget_failures
+    from normsmith.studies.execute import StudyProgress, forget_failures
+    from normsmith.studies.executors import make_executor
     from normsmith.studies.library import find_recipe
-    from normsmith.studies.processes import Processes
     from normsmith.studies.study import Plan, make_study, plan_study, read_seeds, read_sweep
     from normsmith.studies.tables import terminal, write_tables
     from normsmith.training import Reporter
@@ -73,7 +77,7 @@ def compare(
     check_folder(folder, overwrite=False, resume=True)
     shared = plan_study(loaded, named, numbers, swept)
     with Reporter(quiet=as_json) as reporter:
-        data = load_text(shared.data, reporter.say)
+        data = load_data(shared.data, reporter.say)
         plan = Plan(
             normsmith=normsmith.__version__,
             command=shlex.join(["normsmith", *sys.argv[1:]]),
@@ -86,8 +90,10 @@ def compare(
         study = make_study(folder, plan)
         if retry:
             forget_failures(study)
-        executor = Here() if jobs == 1 else Processes(jobs)
+        executor = make_executor(engine, jobs, address, gpus)
         executor.run(study, data, StudyProgress(reporter, study))
     comparison = read_comparison(folder, difference)
     write_tables(comparison, folder)
-    emit(comparison.plain(), as_json, lambda: f"\n{terminal(comparison)}\n\nTable: {folder / 'results.md'}")
+    report = shlex.join(["normsmith", "report", str(folder), "-o", str(folder / "report.html")])
+    ending = f"Table: {folder / 'results.md'}\nReport: {report}"
+    emit(comparison.plain(), as_json, lambda: f"\n{terminal(comparison)}\n\n{ending}")

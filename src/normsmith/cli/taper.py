@@ -21,6 +21,9 @@ def taper(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")],
     data: Annotated[str, typer.Option("--data", help="Text file, folder, Hub data set or `stdlib`.")],
     steps: Annotated[int | None, typer.Option("--steps", min=2, help="Optimiser steps [by the model's size].")] = None,
+    method: Annotated[
+        str, typer.Option("--method", help="`taper`, or `fakeln`: norms become constants one by one.")
+    ] = "taper",
     placement: Annotated[str, typer.Option("--placement", help="`internal`, `final` or `all` norms.")] = "internal",
     order: Annotated[
         str, typer.Option("--order", help="`together`, or `audit`: one by one, easiest first.")
@@ -38,22 +41,25 @@ def taper(
     """Remove a pretrained model's norms: fine-tune while they taper, fold, verify, evaluate, measure decoding.
 
     OUTPUT receives the model (loads with transformers alone), a model card with the numbers, and report.html.
-    Keys for --set: training.*, taper.*, data.*, windows, seed.
+    Keys for --set: training.*, taper.*, sequential.* (of fakeln), data.*, windows, seed.
 
     Example: normsmith taper gpt2 --data novel.txt --steps 300 -o gpt2-norm-free
     """
     from normsmith.cli.models import load_any
     from normsmith.config import apply_overrides
+    from normsmith.errors import UnknownNameError
     from normsmith.folders import check_output
     from normsmith.report import markdown_table
-    from normsmith.studies.removal import RemovalConfig, preset, remove_norms
+    from normsmith.studies.removal import METHODS, RemovalConfig, preset, remove_norms
     from normsmith.training import Reporter
 
     check_output(model, output, overwrite)
     loaded = load_any(model, trust_remote_code)
-    settings: dict[str, Any] = preset(loaded, steps).to_dict()
+    if method not in METHODS:
+        raise UnknownNameError("method", method, METHODS)
+    settings: dict[str, Any] = preset(loaded, steps, method).to_dict()
     settings["data"] |= {"source": data}
-    settings["taper"] |= {"placement": placement}
+    settings["sequential" if method == "fakeln" else "taper"] |= {"placement": placement}
     settings |= {"order": order, "control": control}
     config = RemovalConfig(**apply_overrides(settings, changes or []))
     command = shlex.join(["normsmith", *sys.argv[1:]])

@@ -24,13 +24,16 @@ def validate(
     """
     from normsmith.studies.library import find_recipe
     from normsmith.studies.runner import build_scheduled
+    from normsmith.studies.tasks import known_facts
 
     loaded = find_recipe(recipe, changes or [])
-    parameters = build_scheduled(loaded, loaded.data.vocab_size)[0].num_parameters()
-    tokens = loaded.training.sequences * loaded.data.sequence_length
-    facts = {"parameters": parameters, "tokens": tokens}
+    parameters = build_scheduled(loaded, known_facts(loaded))[0].num_parameters()
+    examples = loaded.training.sequences
+    text = loaded.data.kind == "text"
+    unit, number = ("tokens", examples * loaded.text.sequence_length) if text else ("examples", examples)
+    facts = {"parameters": parameters, unit: number}
     emit(
         {"recipe": loaded.to_dict(), **facts},
         as_json,
-        lambda: f"{loaded.to_yaml()}# valid: {parameters:,} parameters, {tokens:,} training tokens per process",
+        lambda: f"{loaded.to_yaml()}# valid: {parameters:,} parameters, {number:,} training {unit} per process",
     )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from normsmith.config import Config, apply_overrides
 from normsmith.connections import connection_config, connections
 from normsmith.errors import InputError, NormsmithError, UnknownNameError
@@ -15,6 +17,7 @@ from normsmith.registry import parse_spec
 from normsmith.schedules import schedules
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.runner import build_scheduled
+from normsmith.studies.tasks import known_facts, model_config
 
 # What would make the comparison unfair: all arms read the same batches and have the same budget.
 _SHARED = ("name", "seed", "data", "evaluation")
@@ -65,7 +68,7 @@ def _changed(recipe: Recipe, part: str) -> Recipe:
         return recipe
     if name == "set":
         return _set(recipe, part)
-    preset = recipe.model.build(recipe.data.vocab_size, recipe.data.sequence_length).norm_spec
+    preset = model_config(recipe, known_facts(recipe)).norm_spec
     kinds: list[tuple[str, Any, Any, Callable[..., Any]]] = [
         ("norm", norms, recipe.norm or preset, norm_config),
         ("connection", connections, recipe.connection, connection_config),
@@ -142,7 +145,8 @@ def _what_runs(recipe: Recipe) -> str:
     """Everything that decides a run, as one comparable text; a norm counts where the model has one, not where it is
     named: a sphere has no internal norms to differ in.
     """
-    model, _ = build_scheduled(recipe, recipe.data.vocab_size)
+    with torch.device("meta"):  # nothing of its values counts, and a large one would fill the memory
+        model, _ = build_scheduled(recipe, known_facts(recipe))
     found = [(name, m.config.to_dict()) for name, m in model.named_modules() if isinstance(m, Norm)]
     settings = {key: value for key, value in recipe.to_dict().items() if key not in ("norm", "name")}
     return json.dumps([settings, found], sort_keys=True)

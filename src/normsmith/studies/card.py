@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from normsmith.report import Results, markdown_table
 from normsmith.surgery import FoldReport
 
 
-def model_card(results: Results, report: FoldReport, base: str, own_code: bool) -> str:
+def model_card(results: Results, report: FoldReport, base: str, own_code: bool, notes: Sequence[str] = ()) -> str:
     """Markdown with the numbers, what was removed, and the command that repeats it.
 
-    `own_code` says that the folder brings a modelling file; a model of normsmith's own class needs the package.
+    `own_code` says that the folder brings a modelling file; a model of normsmith's own class needs the package. `notes`
+    are sentences on how the norms were removed.
     """
     loading = "trust_remote_code=True)  # runs modeling_normsmith.py beside it" if own_code else ")"
     imports = "" if own_code else "import normsmith.models  # makes the class known\n"
@@ -17,6 +20,7 @@ def model_card(results: Results, report: FoldReport, base: str, own_code: bool) 
     decode = "\n".join(
         f"| {r.label} | {r.median:.0f} | {r.low:.0f} – {r.high:.0f} | {r.ratio:.2f} |" for r in results.decode
     )
+    remarks = "".join(f" {note}." for note in notes)
     settings = "\n".join(f"- {name}: {value}" for name, value in results.data.items())
     return f"""---
 base_model: {base}
@@ -45,7 +49,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH"{", " if own_code else ""}{lo
 
 ## What was done
 
-Removed: {len(report.removed)} norms. Kept:
+Removed: {len(report.removed)} norms.{remarks} Kept:
 
 {kept}
 

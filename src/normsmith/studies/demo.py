@@ -97,7 +97,7 @@ def run_demo(
     is made, or with `overwrite` emptied, once the data are there.
     """
     shared = demo_recipe(quick, seed)
-    data = load_text(shared.data, reporter.say)
+    data = load_text(shared.text, reporter.say)
     prepare_folder(folder, overwrite)
     runs: dict[str, Run | DivergedError] = {}
     for arm in ARMS:
@@ -124,7 +124,8 @@ def _fold(run: Run, folder: Path, reporter: Reporter, quick: bool) -> Folded:
     if not math.isclose(before, after, rel_tol=1e-4):
         raise VerificationError(f"folding changed the validation loss from {before:.6f} to {after:.6f}")
     model.save_pretrained(folder)
-    run.data.tokenizer.save_pretrained(folder)
+    if run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(folder)
     rounds = 7 if quick else 15
     task = reporter.task("Decoding with a KV cache", rounds)
     prompt = probe[:1, :32]
@@ -161,7 +162,7 @@ def _results(
             "documents (train / validation)": f"{data.documents[0]} / {data.documents[1]}",
             "train tokens": len(data.train),
             "validation tokens": len(data.validation),
-            "tokens read per arm": shared.training.sequences * shared.data.sequence_length,
+            "tokens read per arm": shared.training.sequences * shared.text.sequence_length,
         },
         environment=environment(),
         recipe=shared.to_dict(),

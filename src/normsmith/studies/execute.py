@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from normsmith.data import TextData
 from normsmith.errors import DivergedError
 from normsmith.studies.cells import FAILURE, read_cell, record_failure
 from normsmith.studies.locks import guard
 from normsmith.studies.runner import run_recipe
 from normsmith.studies.study import Cell, Study
+from normsmith.studies.tasks import Data
 from normsmith.training import Reporter
 from normsmith.training.progress import Task
 
@@ -27,7 +27,7 @@ class Executor(Protocol):
     finished or with its failure recorded; only an interruption of the whole study leaves runs open.
     """
 
-    def run(self, study: Study, data: TextData, progress: StudyProgress) -> None:
+    def run(self, study: Study, data: Data, progress: StudyProgress) -> None:
         """Carry out every run that is open."""
         ...
 
@@ -96,7 +96,7 @@ class _RelayTask(Task):
         self._relay.tell(self._relay.cell, done)
 
 
-def carry_out(study: Study, cell: Cell, data: TextData, tell: Tell) -> bool:
+def carry_out(study: Study, cell: Cell, data: Data, tell: Tell) -> bool:
     """Do one run if it is open and nobody else has it; whether it was done here."""
     lock = study.lock(cell)
     if not lock.take():
@@ -133,7 +133,7 @@ def forget_failures(study: Study) -> None:
 class Here:
     """One run after another in this process."""
 
-    def run(self, study: Study, data: TextData, progress: StudyProgress) -> None:
+    def run(self, study: Study, data: Data, progress: StudyProgress) -> None:
         """Carry out what is open; wait for what other processes have."""
         while left := open_runs(study):
             done = False

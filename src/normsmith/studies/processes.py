@@ -14,12 +14,12 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from normsmith.data import TextData
 from normsmith.errors import NormsmithError
 from normsmith.studies.cells import record_failure
 from normsmith.studies.execute import StudyProgress, open_runs, wait
 from normsmith.studies.locks import read_owner
 from normsmith.studies.study import Study
+from normsmith.studies.tasks import Data
 
 _PATIENCE = 20.0  # seconds that a worker has to end its step and let go of its run
 
@@ -87,7 +87,7 @@ class Processes:
     def __init__(self, jobs: int) -> None:
         self.jobs, self.threads = jobs, max(1, cores() // jobs)
 
-    def run(self, study: Study, data: TextData, progress: StudyProgress) -> None:
+    def run(self, study: Study, data: Data, progress: StudyProgress) -> None:
         """Carry out what is open; a worker that dies costs the run it had, which is recorded as failed."""
         while left := open_runs(study):
             if all(study.lock(cell).owner() is not None for cell in left):

@@ -10,15 +10,16 @@ from pydantic import Field
 
 from normsmith.config import Config, apply_overrides, read_mapping
 from normsmith.connections import ConnectionConfig, connection_config
-from normsmith.data import DataConfig
+from normsmith.data import DataConfig, SourceConfig, data_config
+from normsmith.errors import InputError
 from normsmith.models import ModelConfig
 from normsmith.norms import NormConfig, norm_config
-from normsmith.schedules import TaperConfig, schedules
+from normsmith.schedules import ScheduleConfig, schedules
 from normsmith.training import TrainingConfig
 
 
 class EvaluationConfig(Config):
-    """How the finished model is evaluated: `windows` validation windows, 0 for all."""
+    """How the finished model is evaluated: on `windows` windows or examples of each split, 0 for all."""
 
     windows: int = Field(default=0, ge=0)
 
@@ -28,7 +29,10 @@ class Recipe(Config):
 
     name: str = Field(default="run", min_length=1)
     seed: int = Field(default=0, ge=0)
-    data: DataConfig = DataConfig()
+    data: Annotated[
+        pydantic.SerializeAsAny[SourceConfig],
+        pydantic.BeforeValidator(lambda value: data_config(value)),
+    ] = DataConfig()
     model: ModelConfig = ModelConfig()
     norm: Annotated[
         pydantic.SerializeAsAny[NormConfig] | None,
@@ -39,16 +43,27 @@ class Recipe(Config):
         pydantic.BeforeValidator(lambda value: connection_config(value)),
     ] = connection_config("pre")
     schedule: Annotated[
-        TaperConfig | None,
+        pydantic.SerializeAsAny[ScheduleConfig] | None,
         pydantic.BeforeValidator(lambda value: None if value is None else schedules.config(value)),
     ] = None
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def check(self) -> None:
-        """The schedule must fit the run."""
+        """The schedule must fit the run, and labels that are smoothed must be classes."""
+        if self.training.label_smoothing and self.data.kind not in ("images", "sentences"):
+            raise ValueError(
+                f"training.label_smoothing is for images and sentences, the data are of the kind {self.data.kind!r}"
+            )
         if self.schedule is not None:
             self.schedule.span(self.training.max_steps)
+
+    @property
+    def text(self) -> DataConfig:
+        """The data of a language model; data of another kind raise `InputError`."""
+        if not isinstance(self.data, DataConfig):
+            raise InputError(f"data.kind is {self.data.kind!r}, but this needs a language model: write kind: text")
+        return self.data
 
     def changed(self, **changes: Any) -> Recipe:
         """A new recipe with some top-level parts replaced."""

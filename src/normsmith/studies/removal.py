@@ -8,97 +8,35 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.utils.data import Dataset
 
 from normsmith.bench import LABELS, DecodeSpeed, bench_decode
-from normsmith.config import Config
-from normsmith.data import DataConfig, PackedWindows, TextData, load_text
+from normsmith.data import PackedWindows, TextData, load_text
 from normsmith.diagnostics import audit_removal
 from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation import language_loss
 from normsmith.folders import check_output, write_folder
 from normsmith.report import Arm, DecodeRow, Point, Results, write_report
-from normsmith.schedules import TaperConfig
+from normsmith.schedules import Controller, TaperConfig
 from normsmith.studies.card import model_card
 from normsmith.studies.environment import environment
-from normsmith.surgery import FoldReport, Sites, find_norms, fold_, taper_
+from normsmith.studies.removal_config import METHODS, RemovalConfig, preset
+from normsmith.surgery import FoldReport, Sites, find_norms, fold_, remove_one_by_one_, taper_
 from normsmith.surgery.export import export_model
 from normsmith.surgery.native import MODELLING_FILE
 from normsmith.surgery.swap import replace_modules
-from normsmith.training import ProgressCallback, Reporter, Trainer, TrainingConfig
+from normsmith.training import ProgressCallback, Reporter, Trainer
 
-
-class RemovalConfig(Config):
-    """How the norms of a pretrained model are removed.
-
-    Args:
-        data: text to fine-tune and evaluate on, as in a recipe; the tokenizer is the model's.
-        training: how the model is fine-tuned.
-        taper: the schedule.
-        order: `together`, or `audit`: one site after the other, the one that a fixed scale explains best first.
-        taper_learning_rate: peak learning rate while the norms taper; default that of `training`. Removing norms moves
-            the weights further than fine-tuning does, and a teacher keeps them from overfitting, so it may be higher.
-        control: also fine-tune the unchanged model with the same budget, so that what the data did is told apart from
-            what the taper did.
-        distill: weight α of the distillation from the fine-tuned control while the norms taper: the training loss is
-            (1 − α)·cross-entropy + α·KL(control ‖ model). Needs `control`; 0 for none.
-        windows: validation windows to evaluate on, 0 for all.
-        decode_rounds: measured rounds of the decoding benchmark.
-        seed: of the data order.
-    """
-
-    data: DataConfig = DataConfig()
-    training: TrainingConfig = TrainingConfig()
-    taper: TaperConfig = TaperConfig()
-    order: Literal["together", "audit"] = "together"
-    control: bool = True
-    distill: float = Field(default=1.0, ge=0, le=1)
-    taper_learning_rate: float | None = Field(default=None, gt=0)
-    windows: int = Field(default=0, ge=0)
-    decode_rounds: int = Field(default=15, ge=1)
-    seed: int = Field(default=0, ge=0)
-
-
-# GPT-2 by number of layers (TaperNorm, arXiv 2602.10408, table 6, with the learning rates of FakeLN, arXiv 2507.02559):
-# steps, end of the learning rate's warm-up, start and end of the taper, peak and last learning rate, λ.
-_GPT2 = {
-    12: (300, 25, 25, 100, 6e-4, 3e-4, 0.1),
-    24: (500, 10, 20, 200, 6e-4, 3e-4, 0.1),
-    36: (600, 30, 30, 500, 3e-4, 4e-5, 0.1),
-    48: (800, 20, 50, 700, 1e-4, 2e-5, 0.01),
-}
-
-
-def preset(model: Any, steps: int | None = None) -> RemovalConfig:
-    """The settings for this model: the paper's for GPT-2 S, M, L and XL, a sensible default for any other.
-
-    With `steps`, the fractions of the run stay and its length changes. The default takes 400 steps: warm-up over the
-    first 5 %, the taper until 80 %, the rest at gate 0.
-    """
-    config = getattr(model, "config", None)
-    row = _GPT2.get(getattr(config, "n_layer", 0)) if getattr(config, "model_type", "") == "gpt2" else None
-    total, warm, start, end, peak, last, scale = row or (400, 20, 20, 320, 5e-4, 0.0, 0.1)
-    training = TrainingConfig(
-        max_steps=steps or total,
-        learning_rate=peak,
-        min_learning_rate_ratio=last / peak,
-        warmup=warm / total,
-        weight_decay=0.01 if row else 0.0,
-    )
-    taper = TaperConfig(warmup=start / total, end=end / total, momentum=0.1, scale_loss=scale)
-    # The paper's settings are kept whole; elsewhere what helped most is the default (docs/results/tapernorm.md).
-    if row:
-        return RemovalConfig(training=training, taper=taper, distill=0.0)
-    return RemovalConfig(training=training, taper=taper, distill=1.0, taper_learning_rate=3e-3)
+__all__ = ["METHODS", "Removal", "RemovalConfig", "preset", "remove_norms"]
 
 
 # What a row of the decode table is called, so that the speeds of two arms stand in their lines of the result table.
 _ROWS = {"baseline": "original", "tapered": "tapered", "folded": "removed", "twin": "twin"}
+_METHODS = {"taper": "tapered", "fakeln": "FakeLN"}  # what was done before folding
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +58,7 @@ class _Trained:
 def remove_norms(
     model: Any, source: Path, output: Path, config: RemovalConfig, reporter: Reporter, *, command: str, overwrite: bool
 ) -> Removal:
-    """Taper a pretrained causal language model, fold it, and write `output`: the model, its card, its report.
+    """Remove a pretrained causal language model's norms, fold it, and write `output`: the model, its card, its report.
 
     Raises:
         InputError: not a pre-norm model, no tokenizer, too little text, a taper that does not fit the run.
@@ -130,22 +68,30 @@ def remove_norms(
     check_output(source, output, overwrite)
     data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
     validation = _validation(data, config)
-    sites = find_norms(model)
-    taper = _ordered(model, sites, data, config)
-    config.taper.span(config.training.max_steps)
+    taper = _ordered(model, find_norms(model), data, config)
+    # So that a schedule that does not fit the run is known before any training.
+    if config.method == "taper":
+        config.taper.span(config.training.max_steps)
+    else:
+        _removing(copy.deepcopy(model), taper, config)
     reporter.say("evaluating the model as it is")
     before = language_loss(model, validation, config.training.batch_size)
     original = copy.deepcopy(model)
     control, plain = None, copy.deepcopy(model) if config.control else None
     if config.control:
         control = _train(plain, None, data, validation, config, reporter, "fine-tuning with norms")
-    controller = taper_(model, taper, steps=config.training.max_steps)
+    controller = _removing(model, taper, config)
+    notes = [f"`{n}` was removed whole: {why}" for n, why in getattr(controller, "reasons", {}).items()]
+    for note in notes:
+        reporter.say(note)
     teacher = plain if control is not None and config.distill else None
     faster = config.training.model_copy(
         update={"learning_rate": config.taper_learning_rate or config.training.learning_rate}
     )
     tapering = config.model_copy(update={"training": faster})
-    tapered = _train(model, controller, data, validation, tapering, reporter, "fine-tuning, norms tapering", teacher)
+    name = f"fine-tuning, norms {'tapering' if config.method == 'taper' else 'removed one by one'}"
+    tapered = _train(model, controller, data, validation, tapering, reporter, name, teacher)
+    controller.close()
     whole = copy.deepcopy(model)
     report = fold_(model, example={"input_ids": _rows(validation, 4)})
     folded_loss = language_loss(model, validation, config.training.batch_size)
@@ -155,9 +101,9 @@ def remove_norms(
     family = {"baseline": original, "tapered": whole, "folded": model, "twin": _twin(original, report)}
     prompt = _rows(validation, 1)[:, :32]
     speeds = bench_decode(family, prompt, new_tokens=48, rounds=config.decode_rounds, tick=task.update)
-    arms = _arms(original, model, before, control, tapered, folded_loss, report)
+    arms = _arms(original, model, before, control, tapered, folded_loss, report, _METHODS[config.method])
     results = _results(source, config, data, arms, speeds, command)
-    _write(model, source, output, data, results, report, overwrite)
+    _write(model, source, output, data, results, report, notes, overwrite)
     return Removal(model, report, results)
 
 
@@ -179,6 +125,14 @@ def _ordered(model: nn.Module, sites: Sites, data: TextData, config: RemovalConf
     found = [r for r in audit_removal(model, windows, sites) if r.role in roles and not r.blocked]
     names = tuple(r.name for r in sorted(found, key=lambda r: r.order or 0))
     return config.taper.model_copy(update={"order": names})
+
+
+def _removing(model: nn.Module, taper: TaperConfig, config: RemovalConfig) -> Controller:
+    """Make the norms removable, and what removes them in the course of the run."""
+    steps = config.training.max_steps
+    if config.method == "fakeln":
+        return remove_one_by_one_(model, config.sequential, steps=steps)
+    return taper_(model, taper, steps=steps)
 
 
 def _train(
@@ -230,6 +184,7 @@ def _arms(
     tapered: _Trained,
     folded_loss: float,
     report: FoldReport,
+    method: str,
 ) -> tuple[Arm, ...]:
     def arm(name: str, label: str, text: str, run: _Trained | None, loss: float, reference: float | None) -> Arm:
         return Arm(
@@ -248,7 +203,7 @@ def _arms(
     reference = before if control is None else control.loss
     arms = [] if control is None else [arm("control", "Fine-tuned with norms", "", control, control.loss, None)]
     arms.append(arm("original", "As it was", "before any training", None, before, reference if control else None))
-    arms.append(arm("removed", "Norms removed", "tapered and folded", tapered, folded_loss, reference))
+    arms.append(arm("removed", "Norms removed", f"{method} and folded", tapered, folded_loss, reference))
     return tuple(arms)
 
 
@@ -260,8 +215,16 @@ def _results(
     speeds: list[DecodeSpeed],
     command: str,
 ) -> Results:
+    method = _METHODS[config.method]
     rows = tuple(
-        DecodeRow(name=_ROWS[s.name], label=LABELS[s.name], median=s.median, low=s.low, high=s.high, ratio=s.ratio)
+        DecodeRow(
+            name=_ROWS[s.name],
+            label=LABELS[s.name].replace("tapered", method),
+            median=s.median,
+            low=s.low,
+            high=s.high,
+            ratio=s.ratio,
+        )
         for s in speeds
     )
     by_name = {arm.name: arm for arm in arms}
@@ -271,7 +234,7 @@ def _results(
         "the model fine-tuned with norms" if "control" in by_name else "the model as it was"
     )
     summary = (
-        f"Without its {config.taper.placement} norms the model has a validation loss of {removed.validation_loss:.4f} "
+        f"Without its {config.placement} norms the model has a validation loss of {removed.validation_loss:.4f} "
         f"({against}; {first.validation_loss:.4f} before) and decodes at {ratio:.2f} times the speed. One seed."
     )
     return Results(
@@ -295,7 +258,14 @@ def _results(
 
 
 def _write(
-    model: Any, source: Path, output: Path, data: TextData, results: Results, report: FoldReport, overwrite: bool
+    model: Any,
+    source: Path,
+    output: Path,
+    data: TextData,
+    results: Results,
+    report: FoldReport,
+    notes: list[str],
+    overwrite: bool,
 ) -> None:
     def fill(folder: Path) -> None:
         export_model(model, folder)
@@ -303,7 +273,8 @@ def _write(
         results.save(folder / "results.json")
         write_report(results, folder / "report.html")
         own_code = (folder / MODELLING_FILE).exists()
-        (folder / "README.md").write_text(model_card(results, report, source.name, own_code), encoding="utf-8")
+        card = model_card(results, report, source.name, own_code, notes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     try:
         write_folder(output, fill, overwrite)

@@ -4,62 +4,65 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers.trainer_utils import get_last_checkpoint
 
-from normsmith.data import PackedWindows, TextData, load_text
+from normsmith.connections import Connection, connections
+from normsmith.data import Facts, load_data
 from normsmith.errors import DivergedError, InputError
-from normsmith.evaluation import language_loss
+from normsmith.evaluation.metrics import TaskScore
 from normsmith.folders import prepare_folder
-from normsmith.models import NormsmithForCausalLM
+from normsmith.models import NormsmithPreTrainedModel
+from normsmith.models.branch import Fresh
+from normsmith.models.config import initial_deviations
 from normsmith.report.results import write_text
 from normsmith.schedules import Controller
 from normsmith.studies.environment import environment
+from normsmith.studies.files import METRICS, RESULT
 from normsmith.studies.recipe import Recipe
-from normsmith.surgery import taper_
-from normsmith.training import ProgressCallback, Reporter, Trainer
-
-METRICS, RESULT = "metrics.jsonl", "result.json"
+from normsmith.studies.tasks import Data, Parts, facts_of, give_moments_, judge, limited, new_model, parts_of, task_of
+from normsmith.surgery import schedule_
+from normsmith.training import ProgressCallback, Reporter, Trainer, WeightAverage
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run: the trained model, its numbers and where they are on disk."""
+    """A finished run: the trained model, its numbers and where they are on disk.
+
+    The metrics are what the task reports beside the loss (`task_of(recipe).metric`); language models have none.
+    """
 
     recipe: Recipe
-    model: NormsmithForCausalLM
+    model: NormsmithPreTrainedModel
     controller: Controller | None
-    data: TextData
+    data: Data
     validation: Dataset[Any]
     validation_loss: float
     history: tuple[dict[str, float], ...]
     seconds: float
     folder: Path
     test_loss: float | None = None
+    validation_metric: float | None = None
+    test_metric: float | None = None
 
 
-def build_model(recipe: Recipe, vocab_size: int) -> NormsmithForCausalLM:
-    """The recipe's model with its initial weights, which the seed decides."""
-    changes: dict[str, Any] = {"connection": recipe.connection.to_dict()}
-    if recipe.norm is not None:
-        changes["norm"] = recipe.norm.to_dict()
-    config = recipe.model.build(vocab_size, max(recipe.data.sequence_length, 1024), **changes)
-    torch.manual_seed(recipe.seed)
-    return NormsmithForCausalLM(config)
+def build_model(recipe: Recipe, facts: Facts | int) -> NormsmithPreTrainedModel:
+    """The recipe's model with its initial weights, which the seed decides; a number is the size of a vocabulary."""
+    return new_model(recipe, facts)
 
 
 def build_scheduled(
-    recipe: Recipe, vocab_size: int, start: Recipe | None = None
-) -> tuple[NormsmithForCausalLM, Controller | None]:
+    recipe: Recipe, facts: Facts | int, start: Recipe | None = None
+) -> tuple[NormsmithPreTrainedModel, Controller | None]:
     """The recipe's model as it is trained: its norms replaced where a schedule asks for it, with the controller.
 
     With `start` it begins with the weights of that recipe's model, where `share_start_` can share them.
@@ -67,33 +70,44 @@ def build_scheduled(
     Raises:
         InputError: the sizes, the norm, the connection and the schedule do not fit together.
     """
-    model = build_model(recipe, vocab_size)
+    model = build_model(recipe, facts)
     if start is not None:
-        share_start_(model, build_model(start, vocab_size))
+        share_start_(model, build_model(start, facts))
     if recipe.schedule is None:
         return model, None
-    return model, taper_(model, recipe.schedule, steps=recipe.training.max_steps)
+    return model, schedule_(model, recipe.schedule, steps=recipe.training.max_steps)
 
 
 @torch.no_grad()
-def share_start_(model: NormsmithForCausalLM, source: NormsmithForCausalLM) -> int:
-    """Copy initial random weights (linear layers, embeddings) of equal name and shape from `source`; how many.
+def share_start_(model: NormsmithPreTrainedModel, source: NormsmithPreTrainedModel) -> int:
+    """Copy initial random weights (of layers and embeddings) of equal name and shape from `source`; how many.
 
     One seed gives one model, but a layer of another shape shifts the random numbers of all later ones. Nothing is
     copied where the two are meant to start with another spread; parameters of norms and connections start at fixed
     values, which may be what differs.
     """
-    spreads = [(m.config.initializer_range, m.config.scale_residual_init) for m in (model, source)]
+    spreads = [(initial_deviations(m.config), _family(m).unit_weights) for m in (model, source)]
     if spreads[0] != spreads[1]:
         return 0
-    ours, theirs = (
-        {name: m.weight for name, m in module.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
-        for module in (model, source)
-    )
+    ours, theirs = _random_weights(model), _random_weights(source)
     shared = [name for name, weight in ours.items() if name in theirs and weight.shape == theirs[name].shape]
     for name in shared:
         ours[name].copy_(theirs[name])
     return len(shared)
+
+
+def _random_weights(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
+            found[name] = module.weight
+        elif isinstance(module, Fresh):
+            found.update(module.named_parameters(name, recurse=False))
+    return found
+
+
+def _family(model: NormsmithPreTrainedModel) -> type[Connection]:
+    return connections.get(model.config.connection_spec.kind)
 
 
 def run_recipe(
@@ -103,7 +117,7 @@ def run_recipe(
     *,
     overwrite: bool = False,
     resume: bool = False,
-    data: TextData | None = None,
+    data: Data | None = None,
     progress_name: str | None = None,
     save: bool = True,
     start: Recipe | None = None,
@@ -117,11 +131,11 @@ def run_recipe(
     `checkpoints/`, and at the end the model with its tokenizer and `result.json`, which comes last. `start` is the
     recipe whose initial weights are shared (see `build_scheduled`).
     """
-    data = data or load_text(recipe.data, reporter.say)
-    training = recipe.training
-    train = PackedWindows(data.train, recipe.data.sequence_length, recipe.seed, training.sequences)
-    validation = _limited(PackedWindows(data.validation, recipe.data.sequence_length), recipe.evaluation.windows)
-    model, controller = build_scheduled(recipe, data.vocab_size, start)
+    data = data or load_data(recipe.data, reporter.say)
+    training, parts = recipe.training, parts_of(recipe, data)
+    model, controller = build_scheduled(recipe, facts_of(data), start)
+    give_moments_(model, data)
+    average = WeightAverage(model, training.weight_average) if training.weight_average else None
     checkpoints = folder / "checkpoints"
     arguments = training.arguments(checkpoints, recipe.seed)
     prepare_folder(folder, overwrite, resume)
@@ -129,10 +143,11 @@ def run_recipe(
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=train,
-        eval_dataset=_limited(validation, 64),
+        train_dataset=parts.train,
+        eval_dataset=limited(parts.validation, 64 if parts.collate is None else 512),
+        data_collator=parts.collate,
         controller=controller,
-        callbacks=[ProgressCallback(reporter, progress_name or recipe.name)],
+        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([average] if average else [])],
     )
     started = time.monotonic()
     last = _last_complete(checkpoints) if resume else None
@@ -143,32 +158,56 @@ def run_recipe(
         history = tuple(_numbers(entry) for entry in logged)
         write_text(folder / METRICS, "".join(json.dumps(_strict(entry)) + "\n" for entry in history))
     seconds = time.monotonic() - started
+    if average is not None:
+        average.apply_()
     model.eval()
-    loss = language_loss(model, validation, training.batch_size)
-    test_loss = None
-    if data.test is not None:
-        test = _limited(PackedWindows(data.test, recipe.data.sequence_length), recipe.evaluation.windows)
-        test_loss = language_loss(model, test, training.batch_size)
-    if not math.isfinite(
-        loss + (test_loss or 0.0)
-    ):  # the last update can break a model whose every training loss was finite
-        raise DivergedError(
-            f"the validation loss is not finite after step {training.max_steps}: no model is written; "
-            "lower the learning rate or lengthen the warm-up"
-        )
+    scores = _judge(recipe, model, parts)
     if save:
         model.save_pretrained(folder)
-        data.tokenizer.save_pretrained(folder)
-    result = {"validation_loss": loss, "seconds": seconds, "parameters": model.num_parameters()}
-    if test_loss is not None:
-        result["test_loss"] = test_loss
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(folder)
+    result = {**_result(recipe, scores), "seconds": seconds, "parameters": model.num_parameters()}
     if last is not None:
         result["resumed"] = True  # then `seconds` is the time of the last part only
     write_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
-    return Run(recipe, model, controller, data, validation, loss, history, seconds, folder, test_loss)
+    return Run(
+        recipe,
+        model,
+        controller,
+        data,
+        parts.validation,
+        result["validation_loss"],
+        history,
+        seconds,
+        folder,
+        **{key: result.get(key) for key in ("test_loss", "validation_metric", "test_metric")},
+    )
 
 
-def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) -> None:
+def _judge(recipe: Recipe, model: nn.Module, parts: Parts) -> dict[str, TaskScore]:
+    """Split → score; the test split is looked at here and nowhere else."""
+    chosen = {"validation": parts.validation, "test": parts.test}
+    scores = {name: judge(recipe, model, split) for name, split in chosen.items() if split is not None}
+    # The last update can break a model whose every training loss was finite.
+    if not math.isfinite(sum(score.loss for score in scores.values())):
+        raise DivergedError(
+            f"the validation loss is not finite after step {recipe.training.max_steps}: no model is written; "
+            "lower the learning rate or lengthen the warm-up"
+        )
+    return scores
+
+
+def _result(recipe: Recipe, scores: dict[str, TaskScore]) -> dict[str, Any]:
+    """What `result.json` says of the scores; a metric comes with its name and with which values of it are better."""
+    result: dict[str, Any] = {f"{name}_loss": score.loss for name, score in scores.items()}
+    metric = task_of(recipe).metric
+    if metric is not None:
+        result |= {f"{name}_metric": score.metric for name, score in scores.items()}
+        result |= {"metric": metric.name, "better": metric.better}
+    return result
+
+
+def _describe_run(recipe: Recipe, folder: Path, data: Data, resume: bool) -> None:
     path = folder / "recipe.yaml"
     if resume and path.exists() and path.read_text(encoding="utf-8") != recipe.to_yaml():
         raise InputError(f"{path}: the interrupted run had another recipe; resume with that one or write --overwrite")
@@ -176,8 +215,8 @@ def _describe_run(recipe: Recipe, folder: Path, data: TextData, resume: bool) ->
     described = folder / "environment.json"
     if resume and described.exists() and data.data_hash not in described.read_text(encoding="utf-8"):
         raise InputError(
-            f"{data.source}: its text is not what the interrupted run in {folder} read; "
-            "bring the old text back or write --overwrite"
+            f"{data.source}: its data are not what the interrupted run in {folder} read; "
+            "bring the old data back or write --overwrite"
         )
     write_text(path, recipe.to_yaml())
     write_text(described, json.dumps(facts, indent=1) + "\n")
@@ -193,21 +232,8 @@ def _last_complete(checkpoints: Path) -> str | None:
     return get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
 
 
-def _limited(windows: Dataset[Any], count: int) -> Dataset[Any]:
-    length = len(cast("Any", windows))
-    return Subset(windows, range(count)) if 0 < count < length else windows
-
-
-_KEPT: dict[str, Callable[[float], float]] = {
-    "step": int,
-    "loss": float,
-    "eval_loss": float,
-    "gate": float,
-    "scale_target": float,
-    "auxiliary_loss": float,
-    "learning_rate": float,
-    "grad_norm": float,
-}
+# What transformers logs about its own pace; it differs between two runs of the same recipe.
+_BOOKKEEPING = re.compile(r"epoch|total_flos|num_input_tokens_seen|.*_(runtime|per_second|time)")
 
 
 def _strict(entry: dict[str, float]) -> dict[str, float | None]:
@@ -216,4 +242,12 @@ def _strict(entry: dict[str, float]) -> dict[str, float | None]:
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, float]:
-    return {name: _KEPT[name](entry[name]) for name in _KEPT if name in entry}
+    """Every number that was logged, whoever logged it: a new diagnostic needs no line here."""
+    kept = {name: float(v) for name, v in entry.items() if _is_number(v) and not _BOOKKEEPING.fullmatch(name)}
+    # In one order, since a checkpoint gives the entries of an interrupted run back in another.
+    ordered = sorted(kept.keys() - {"step"}, key=lambda name: (name not in ("loss", "eval_loss"), name))
+    return {"step": int(entry["step"]), **{name: kept[name] for name in ordered}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

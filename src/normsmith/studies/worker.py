@@ -27,7 +27,7 @@ def main(folder: Path, threads: int) -> int:
     import torch
     from transformers.utils import logging
 
-    from normsmith.data import load_text
+    from normsmith.data import load_data
     from normsmith.errors import NormsmithError
     from normsmith.studies.execute import carry_out, open_runs
     from normsmith.studies.study import Cell, load_study
@@ -44,7 +44,7 @@ def main(folder: Path, threads: int) -> int:
 
     try:
         study = load_study(folder)
-        data = load_text(study.plan.base.data)
+        data = load_data(study.plan.base.data)
         for cell in open_runs(study):
             if carry_out(study, cell, data, tell):
                 _write(output, run=cell.label, ended=True)
