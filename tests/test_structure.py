@@ -11,14 +11,14 @@ import normsmith
 
 SOURCE = Path(normsmith.__file__).parent
 LAYERS = [
-    {"errors", "config", "registry", "ops", "folders"},
+    {"errors", "config", "registry", "ops", "folders", "ranks"},
     {"norms"},
     {"connections"},
     {"schedules", "surgery"},
     {"models"},
     {"data", "training", "evaluation", "diagnostics"},
     {"studies", "report", "bench"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 
 

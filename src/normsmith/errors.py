@@ -10,6 +10,8 @@ class NormsmithError(Exception):
     """Base of every error raised on purpose; `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    agreed = False
+    """Whether every process of the run fails with it, so that one of them speaks for all."""
 
 
 class InputError(NormsmithError):

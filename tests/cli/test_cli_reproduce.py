@@ -32,11 +32,11 @@ def test_a_reproduction_from_the_command_to_the_report(work: Path) -> None:
     rows = json.loads((work / "rep/pretraining/decode.json").read_text())
     assert [row["name"] for row in rows] == ["baseline", "fused", "tapered", "folded", "twin"]
     # The same command again trains nothing.
-    before = (work / "rep/pretraining/rmsnorm/0/result.json").stat().st_mtime_ns
+    before = (work / "rep/pretraining/no-schedule/0/result.json").stat().st_mtime_ns
     again = normsmith(*command, "--json")
     assert (again.code, again.err) == (0, "")
-    assert json.loads(again.out)["studies"][0]["arms"][0]["arm"] == "rmsnorm"
-    assert (work / "rep/pretraining/rmsnorm/0/result.json").stat().st_mtime_ns == before
+    assert json.loads(again.out)["studies"][0]["arms"][0]["arm"] == "no-schedule"
+    assert (work / "rep/pretraining/no-schedule/0/result.json").stat().st_mtime_ns == before
 
 
 def test_a_dry_run_says_the_cost_and_writes_nothing(work: Path) -> None:

@@ -36,10 +36,12 @@ def make(
     sweep: dict[str, tuple[str, ...]] | None = None,
     diverge: Callable[[Cell], bool] = lambda _: False,
     log: Log = lambda arm, seed, step: {},
+    data: dict[str, Any] | None = None,
+    further: Callable[[Cell], dict[str, Any]] = lambda _: {},
 ) -> Path:
-    """A whole study; `diverge` chooses the runs that have no result."""
-    base = Recipe(**BASE)
-    if sweep:
+    """A whole study; `diverge` chooses the runs that have no result, `further` changes the others' results."""
+    base = Recipe(**{**BASE, "data": data or BASE["data"]})
+    if sweep and not base.data.test_fraction:
         base = base.changed(data={**base.data.to_dict(), "test_fraction": 0.2})
     command = "normsmith compare small.yaml --arms " + ",".join(arms)
     plan = Plan(
@@ -54,6 +56,9 @@ def make(
     study = make_study(folder, plan)
     for cell in study.cells:
         write_run(study, cell, points, diverge(cell), log)
+        path = cell.folder / "result.json"
+        if path.exists():
+            path.write_text(json.dumps({**json.loads(path.read_text()), **further(cell)}))
     return folder
 
 
@@ -93,6 +98,6 @@ def write_run(study: Study, cell: Cell, points: int, diverged: bool, log: Log) -
         record_failure(cell, "diverged", f"the loss or the weights are not finite since step {len(lines)}")
         return
     result = {"validation_loss": final, "seconds": 10.0 + number, "parameters": 10_000 + number}
-    if study.plan.sweep:
+    if study.test_split:
         result["test_loss"] = final + 0.01
     (cell.folder / "result.json").write_text(json.dumps(result))

@@ -237,7 +237,7 @@ def test_a_number_that_is_not_finite_is_marked_and_left_out(study: Path) -> None
             "no finite",
         ),
         (lambda run: (run / "result.json").write_text('{"validation_loss": 1.0'), "cannot be read"),
-        (lambda run: edit(run / "environment.json", DATA_OLD, "1" * 64), "read another text"),
+        (lambda run: edit(run / "environment.json", DATA_OLD, "1" * 64), "read other data"),
         (lambda run: (run / ".normsmith").unlink(), "not written by normsmith"),
     ],
 )

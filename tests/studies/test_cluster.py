@@ -58,6 +58,7 @@ def same_bits(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 def test_a_study_on_two_workers_one_of_which_dies(work: Path) -> None:
     lock = work / "ray/dyt/.0.lock"
     killed: list[int] = []
@@ -82,6 +83,7 @@ def test_a_study_on_two_workers_one_of_which_dies(work: Path) -> None:
     assert "4 of 4 runs" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_is_a_failed_run(work: Path) -> None:
     study = work / "dying"
     stop = threading.Event()
@@ -109,6 +111,7 @@ def test_a_worker_that_always_dies_is_a_failed_run(work: Path) -> None:
     assert sum(r["state"] == "finished" for r in found.values()) == 3
 
 
+@pytest.mark.slow
 def test_no_cluster_at_that_address_and_a_run_that_never_fits(work: Path) -> None:
     done = run(work, *STUDY, "-o", "none", "--executor", "ray", "--address", "127.0.0.1:1")
     assert done.returncode == 2, done.stderr

@@ -176,6 +176,13 @@ def judged(differences: list[float], arms: int = 1) -> tuple[str, str]:
     return said.outcome, said.text
 
 
+def test_a_verdict_knows_which_values_are_better() -> None:
+    rise = compare_paired([0.5, 0.6, 0.55, 0.52])
+    for better, word in (("lower", "worse"), ("higher", "better")):
+        said = verdict(rise, 0.01, better=better)  # pyright: ignore[reportArgumentType]
+        assert (said.outcome, said.text.split(" [")[0]) == (word, f"{word} by 0.5425")
+
+
 def test_verdicts_in_words() -> None:
     clear = [-0.30, -0.31, -0.29]
     assert judged(clear) == ("better", "better by 0.3 [0.2752, 0.3248]")

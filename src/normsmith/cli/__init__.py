@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our own progress s
 import typer
 from typer.core import TyperGroup
 
-from normsmith.errors import UnknownNameError
+from normsmith.errors import InputError, UnknownNameError
+from normsmith.ranks import world_size
 
 # verb → one line of help; the module normsmith.cli.<verb> holds a typer app or command of that name
 VERBS = {
@@ -45,6 +46,10 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             raise UnknownNameError("command", cmd_name, VERBS)
+        if cmd_name != "train" and world_size() > 1:
+            raise InputError(
+                f"{cmd_name} runs in one process: start it without torchrun; only train shares a run between several"
+            )
         app: Any = importlib.import_module(f"normsmith.cli.{cmd_name}").app
         command = typer.main.get_command(app)
         command.name = cmd_name

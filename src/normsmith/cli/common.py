@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+
+from normsmith.ranks import rank, world_size
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
@@ -17,6 +20,7 @@ OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace what i
 # Typer brings its own copy of click, whose usage errors have no public name.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
+_ALONE_SECONDS = 15.0  # more than one process of a run lags behind another, and takes to end
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 
@@ -36,26 +40,39 @@ def run(app: typer.Typer) -> int:
             print("normsmith: interrupted", file=sys.stderr)
         return code
     except NormsmithError as error:
-        print(f"normsmith: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(f"normsmith: {error}", error.exit_code, error.agreed)
     except _USAGE_ERROR as error:
         message = error.format_message()  # without arguments, the whole help text
-        print(message if message.startswith("Usage:") else f"normsmith: {message} (see --help)", file=sys.stderr)
-        return WRONG_INPUT
+        said = message if message.startswith("Usage:") else f"normsmith: {message} (see --help)"
+        return _fail(said, WRONG_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        print("normsmith: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _fail("normsmith: interrupted", INTERRUPTED, agreed=True)
     except _Terminated:
-        print("normsmith: terminated", file=sys.stderr)
-        return TERMINATED
+        return _fail("normsmith: terminated", TERMINATED, agreed=True)
     except BrokenPipeError:
         # The reader of our output is gone (`normsmith ls | head`): not our failure, and nothing left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        print(f"normsmith: {name}{error.strerror or error}", file=sys.stderr)
-        return FAILED
+        return _fail(f"normsmith: {name}{error.strerror or error}", FAILED)
+
+
+def _fail(message: str, code: int, agreed: bool = False) -> int:
+    """Say why it failed. Where several processes share the run, rank 0 speaks for all, unless another failed alone."""
+    if world_size() > 1 and rank() > 0:
+        try:
+            # torchrun ends the others when one ends. So rank 0 goes first, and who is not ended has failed alone.
+            time.sleep(_ALONE_SECONDS)
+        except _Terminated:
+            return code
+        if agreed:
+            return code
+        message = f"rank {rank()}: {message}"
+    elif world_size() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the message and the exit code are not lost to another's end
+    print(message, file=sys.stderr, flush=True)
+    return code
 
 
 class _Terminated(BaseException):

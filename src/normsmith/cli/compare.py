@@ -32,8 +32,15 @@ def compare(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change one key for all arms: a.b=value (repeatable).")
     ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", help="What decides: loss, or the task's metric by name [the metric, where it has one]."
+        ),
+    ] = None,
     difference: Annotated[
-        float, typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (nats).")
+        float,
+        typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (metric's unit)."),
     ] = 0.01,
     retry: Annotated[
         bool, typer.Option("--retry", help="Try runs again that failed (not those that diverged).")
@@ -45,11 +52,15 @@ def compare(
 ) -> None:
     """Train several arms with the same seeds, batches and budget, and say what is better, by how much, how surely.
 
-    An arm is `base` (the recipe as it is) or parts joined by `+`: the name of a norm, a connection or a schedule, with
-    options as NAME:key=value,key=value, or set:a.b=value for any other setting. What a part does not name stays as in
-    the recipe. A comma before key=value belongs to the arm, any other comma begins the next one:
+    An arm is `base` (the recipe as it is), `no-schedule` (without its schedule) or parts joined by `+`: the name of a
+    norm, a connection or a schedule, with options as NAME:key=value,key=value, or set:a.b=value for any other setting.
+    What a part does not name stays as in the recipe. A comma before key=value belongs to the arm, any other comma
+    begins the next one:
 
         --arms rmsnorm,sphere:p=1,decay=none,taper:scale_loss=0,set:training.learning_rate=2e-3+dyt
+
+    What decides is the task's metric where the data have one (accuracy, rmse), else the loss; --metric loss takes the
+    loss. --difference is in its unit: nats per token for the loss of text, a share of 1 for an accuracy.
 
     With --sweep each arm is shown at its best point: chosen on validation, reported on test.
 
@@ -69,6 +80,7 @@ def compare(
     from normsmith.studies.library import find_recipe
     from normsmith.studies.study import Plan, make_study, plan_study, read_seeds, read_sweep
     from normsmith.studies.tables import terminal, write_tables
+    from normsmith.studies.tasks import check_metric
     from normsmith.training import Reporter
 
     loaded = find_recipe(recipe, changes or [])
@@ -76,6 +88,7 @@ def compare(
     named, numbers, swept = split_arms(arms), read_seeds(seeds, loaded.seed), read_sweep(sweep or [])
     check_folder(folder, overwrite=False, resume=True)
     shared = plan_study(loaded, named, numbers, swept)
+    check_metric(shared, metric)
     with Reporter(quiet=as_json) as reporter:
         data = load_data(shared.data, reporter.say)
         plan = Plan(
@@ -92,8 +105,9 @@ def compare(
             forget_failures(study)
         executor = make_executor(engine, jobs, address, gpus)
         executor.run(study, data, StudyProgress(reporter, study))
-    comparison = read_comparison(folder, difference)
+    comparison = read_comparison(folder, difference, metric)
     write_tables(comparison, folder)
-    report = shlex.join(["normsmith", "report", str(folder), "-o", str(folder / "report.html")])
+    options = ["-o", str(folder / "report.html"), *(["--metric", metric] if metric else [])]
+    report = shlex.join(["normsmith", "report", str(folder), *options])
     ending = f"Table: {folder / 'results.md'}\nReport: {report}"
     emit(comparison.plain(), as_json, lambda: f"\n{terminal(comparison)}\n\n{ending}")

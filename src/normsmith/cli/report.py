@@ -18,8 +18,15 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File: .html, .md or .csv [report.html in the first study].")
     ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", help="What decides: loss, or the task's metric by name [the metric, where it has one]."
+        ),
+    ] = None,
     difference: Annotated[
-        float, typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large.")
+        float,
+        typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (metric's unit)."),
     ] = 0.01,
     as_json: JsonFlag = False,
 ) -> None:
@@ -29,12 +36,15 @@ def report(
     curves, stability over a sweep, everything else that the runs logged, costs, and the commands that repeat it all. It
     is one file that needs no network. Markdown and CSV hold the same numbers. docs/reports.md explains the files.
 
+    Studies of tasks with a metric (accuracy, rmse) are judged by it, all others by the loss; --metric loss takes the
+    loss everywhere. --difference is in the unit of what decides.
+
     Example: normsmith report runs/study -o runs/study/report.html
     """
     from normsmith.report.study_page import write_study_report
 
     path = output or studies[0] / "report.html"
-    accounts = write_study_report(studies, path, difference)
+    accounts = write_study_report(studies, path, difference, metric)
     found = {
         "output": str(path),
         "studies": [account.comparison.plain() for account in accounts],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -26,19 +27,30 @@ def train(
 ) -> None:
     """Train what a recipe says; OUTPUT then loads with transformers.
 
+    Several GPUs: torchrun --standalone --nproc-per-node 8 -m normsmith train RECIPE
+
     Example: normsmith train taper-1m --set training.max_steps=200 -o runs/taper
     """
+    from normsmith import ranks
     from normsmith.studies import check_folder, run_recipe
     from normsmith.studies.library import find_recipe
     from normsmith.studies.tasks import task_of
     from normsmith.training import Reporter
 
-    loaded = find_recipe(recipe, changes or [])
-    shared = None if start is None else find_recipe(start)
+    if ranks.world_size() > 1:
+        # Of torch, to transformers, whose Trainer passes the old name of an option of ours.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    loaded, shared = ranks.together(
+        lambda: (find_recipe(recipe, changes or []), None if start is None else find_recipe(start))
+    )
     folder = output or Path("runs") / loaded.name
-    check_folder(folder, overwrite, resume)
-    with Reporter(quiet=as_json) as reporter:
+    # Looked at before another process of the run could write to it.
+    ranks.on_first(lambda: check_folder(folder, overwrite, resume))
+    with Reporter(quiet=as_json or ranks.rank() > 0) as reporter:
         run = run_recipe(loaded, folder, reporter, overwrite=overwrite, resume=resume, start=shared)
+    ranks.leave()
+    if ranks.rank() > 0:
+        return
     result = {"output": str(folder), "validation_loss": run.validation_loss, "seconds": run.seconds}
     said = f"validation loss {run.validation_loss:.4f}"
     if metric := task_of(loaded).metric:

@@ -6,6 +6,7 @@ from normsmith.data.facts import Facts
 from normsmith.data.kinds import data_config, data_kinds, load_data
 from normsmith.data.sample import token_windows
 from normsmith.data.sentences import SentencesConfig
+from normsmith.data.shared import load_shared
 from normsmith.data.tabular import TableConfig
 from normsmith.data.tagging import TaggingConfig
 from normsmith.data.text import TextData, load_text
@@ -30,6 +31,7 @@ __all__ = [
     "data_config",
     "data_kinds",
     "load_data",
+    "load_shared",
     "load_text",
     "token_windows",
 ]

@@ -8,7 +8,7 @@ from normsmith.diagnostics.gates import GateReport, gate_report
 from normsmith.diagnostics.jacobian import Extremes, block_jacobians, extreme_singular_values
 from normsmith.diagnostics.removability import Removability, audit_removal
 from normsmith.diagnostics.sinks import attention_sinks
-from normsmith.diagnostics.stream import StreamLayer, StreamProfile, profile_stream, stream_scale
+from normsmith.diagnostics.stream import StreamLayer, StreamProfile, profile_stream, stream_layers, stream_scale
 
 __all__ = [
     "Anchoring",
@@ -28,5 +28,6 @@ __all__ = [
     "find_blocks",
     "gate_report",
     "profile_stream",
+    "stream_layers",
     "stream_scale",
 ]

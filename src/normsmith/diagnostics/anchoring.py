@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from normsmith.diagnostics.blocks import evaluating
@@ -95,14 +95,20 @@ class Scales:
         fits = mask is not None and mask.numel() == values.numel()
         return (mask != 0).flatten().to(values) if fits and mask is not None else torch.ones_like(values)
 
-    def drain(self) -> dict[str, float]:
-        """`logit_norm`, `stream_scale_mean` and `stream_scale_std`; empty if no pass was counted."""
+    def drain(self, shared: torch.device | None = None) -> dict[str, float]:
+        """`logit_norm`, `stream_scale_mean` and `stream_scale_std`; empty if no pass was counted.
+
+        With `shared`, the device that the process group communicates from, over what all ranks counted together.
+        """
+        if shared is not None and distributed.is_available() and distributed.is_initialized():
+            self._sums = self._sums.to(shared)
+            distributed.all_reduce(self._sums)
         tokens, total, squares, logits = self._sums.tolist()
         self._sums.zero_()
         if not tokens:
             return {}
         mean = total / tokens
-        std = max(0.0, squares / tokens - mean**2) ** 0.5
+        std = max(squares / tokens - mean**2, 0.0) ** 0.5  # in this order NaN stays NaN
         return {"logit_norm": logits / tokens, "stream_scale_mean": mean, "stream_scale_std": std}
 
     def close(self) -> None:

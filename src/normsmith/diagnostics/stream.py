@@ -165,6 +165,19 @@ class _Sums:
         )
 
 
+def stream_layers(model: nn.Module, windows: Sequence[Tensor]) -> tuple[StreamLayer, ...]:
+    """What one forward pass per window shows of the stream before and after every block: see `StreamLayer`.
+
+    Args:
+        model: any model that takes `input_ids` and has its blocks in one `nn.ModuleList`.
+        windows: token ids (batch, time), all of one length above 1.
+
+    Raises:
+        InputError: the blocks cannot be found.
+    """
+    return tuple(_measured(model, windows, find_blocks(model, windows[0][:1]), lambda _: None))
+
+
 def profile_stream(
     model: nn.Module,
     windows: Sequence[Tensor],

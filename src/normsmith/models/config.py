@@ -201,6 +201,7 @@ class ModelConfig(Config):
     intermediate_size: int | None = None
     tie_word_embeddings: bool | None = None
     initializer_range: float = pydantic.Field(default=0.02, gt=0)
+    embedding_scale: bool | None = None
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     drop_path: float = pydantic.Field(default=0.0, ge=0, lt=1)
     layer_scale: float | None = pydantic.Field(default=None, gt=0)
@@ -223,7 +224,7 @@ class ModelConfig(Config):
 
 
 def preset_config(preset: str, **changes: Any) -> NormsmithConfig:
-    """The configuration called `preset` (`llama` or `gpt`) with `changes`.
+    """The configuration called `preset` (`llama`, `gpt` or `nanogpt`) with `changes`.
 
     >>> preset_config("llama", hidden_size=64, connection="sphere").connection["kind"]
     'sphere'

@@ -18,6 +18,7 @@ from normsmith.studies.cells import Outcome, read_metrics, read_object
 from normsmith.studies.checked import KnownCell, KnownStudy, open_study
 from normsmith.studies.comparison import ArmRow, Comparison, compare_outcomes, read_outcomes
 from normsmith.studies.files import DECODE, DIAGNOSTICS, ENVIRONMENT, METRICS, PUBLISHED, RECIPE
+from normsmith.studies.measure import LOSS, Measure
 
 Curves = dict[Key, Curve]
 
@@ -32,11 +33,6 @@ class RunAccount:
     panels: tuple[Panel, ...]
     note: str
     environment: dict[str, str]
-
-    @property
-    def loss(self) -> float | None:
-        """What the study compares."""
-        return self.outcome.validation_loss if self.outcome.test_loss is None else self.outcome.test_loss
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,11 @@ class Account:
         return {arm: [run for run in self.runs if (run.cell.arm, run.cell.point) == (arm, best[arm])] for arm in best}
 
     @property
+    def measure(self) -> Measure:
+        """What the arms are compared by."""
+        return self.comparison.measure
+
+    @property
     def rows(self) -> tuple[ArmRow, ...]:
         """One per arm; the first is the reference."""
         return self.comparison.arms
@@ -79,11 +80,21 @@ class Account:
                 found.setdefault(self.comparison.metric, {})[row.arm] = row.mean
         for arm, runs in self.shown.items():
             done = [run.outcome for run in runs if run.outcome.state == "finished"]
+            if self.measure.name != LOSS:
+                found |= _losses(found, arm, done)
             for name in dict.fromkeys(name for outcome in done for name in outcome.extra):
                 if not plain_name(name).endswith(" bytes") and name != "resumed":
                     values = [outcome.extra[name] for outcome in done if name in outcome.extra]
                     found.setdefault(plain_name(name), {})[arm] = sum(values) / len(values)
         return found
+
+    def figure_of(self, metric: str, arm: str) -> float | None:
+        """What was measured of an arm under a name; `accuracy` is that of the split which the study reports."""
+        wanted = plain_name(metric).casefold()
+        if self.measure.is_called(wanted):
+            wanted = self.comparison.metric.casefold()
+        measured = {plain_name(name).casefold(): values for name, values in self.measured.items()}
+        return measured.get(wanted, {}).get(arm)
 
     @cached_property
     def memory(self) -> dict[str, float]:
@@ -131,22 +142,23 @@ class Account:
         return f"{self.name}: {', '.join(self.study.plan.arms)}"
 
 
-def read_account(folder: Path, difference: float = 0.01) -> Account:
+def read_account(folder: Path, difference: float = 0.01, metric: str | None = None) -> Account:
     """Read one study for a report.
 
     Args:
         folder: the study.
         difference: in the metric's unit; how many seeds would be needed to see one as large.
+        metric: `loss` or the task's metric by name; by default the task's metric where it has one.
 
     Raises:
-        InputError: no study, one of another format, none of its runs has finished, or a damaged file of published
-            figures or decode speeds.
+        InputError: no study, one of another format, none of its runs has finished, its runs report no such metric, or a
+            damaged file of published figures or decode speeds.
     """
     study = open_study(folder)
-    outcomes = read_outcomes(study)
+    measure, outcomes = read_outcomes(study, metric)
     return Account(
         study=study,
-        comparison=compare_outcomes(study, outcomes, difference),
+        comparison=compare_outcomes(study, measure, outcomes, difference),
         runs=tuple(_run(cell, outcome) for cell, outcome in zip(study.cells, outcomes, strict=True)),
         published=read_published(folder / PUBLISHED),
         decode=read_decode(folder / DECODE),
@@ -166,6 +178,13 @@ def _run(cell: KnownCell, outcome: Outcome) -> RunAccount:
             notes.append(f"{DIAGNOSTICS} is left out: {str(error).removeprefix(f'{cell.folder / DIAGNOSTICS}: ')}")
     facts: Mapping[str, object] = read_object(cell.folder / ENVIRONMENT) or {}
     return RunAccount(cell, outcome, curves, panels, "; ".join(notes), {k: str(v) for k, v in facts.items()})
+
+
+def _losses(found: dict[str, dict[str, float]], arm: str, done: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    """`found` with the losses of a study that is judged by another number."""
+    losses = {"validation loss": [o.validation_loss for o in done], "test loss": [o.test_loss for o in done]}
+    means = {name: [v for v in values if v is not None] for name, values in losses.items()}
+    return {name: {**found.get(name, {}), arm: sum(v) / len(v)} for name, v in means.items() if v}
 
 
 def _listed(steps: Sequence[int]) -> str:

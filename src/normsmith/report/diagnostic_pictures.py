@@ -23,6 +23,7 @@ TITLES = {
     "gate": "Taper gate",
     "gate_entropy": "Gate entropy (nats)",
     "gate_weight": "Gate weight",
+    "site_entropy": "Gate entropy of each site (nats)",
     "c": "Fixed scale c",
     "stream_scale": "Scale of the stream",
     "scale_target": "Target of the scale loss",
@@ -146,23 +147,26 @@ def _line(arm: str, x: list[float], table: list[list[float]]) -> list[_Line]:
 
 
 def _panels(account: Account) -> list[Picture | None]:
-    known: dict[tuple[str, str], Any] = {}
+    known: dict[tuple[str, str], list[Any]] = {}
     for runs in account.shown.values():
         for panel in (panel for run in runs for panel in run.panels):
             for series in panel.series:
-                known.setdefault((panel.title, series), panel)
+                known.setdefault((panel.title, series), []).append(panel)
     several = {title for title, _ in known if sum(t == title for t, _ in known) > 1}
     made: list[Picture | None] = []
-    for number, ((title, series), first) in enumerate(known.items()):
-        places = [str(x) if isinstance(x, str) else f"{x:g}" for x in first.x]
-        numeric = all(not isinstance(x, str) for x in first.x)
-        x = [float(v) for v in first.x] if numeric else [float(i) for i in range(len(places))]
+    for number, ((title, series), panels) in enumerate(known.items()):
+        first = panels[0]
+        # Arms need not have the same places: with another placement other sites are tapered.
+        everywhere = list(dict.fromkeys(x for panel in panels for x in panel.x))
+        numeric = all(not isinstance(x, str) for x in everywhere)
+        everywhere = sorted(everywhere) if numeric else everywhere
+        places = [str(x) if isinstance(x, str) else f"{x:g}" for x in everywhere]
+        x = [float(v) for v in everywhere] if numeric else [float(i) for i in range(len(places))]
         lines: list[_Line] = []
         for arm, runs in account.shown.items():
-            found = [
-                p for run in runs for p in run.panels if p.title == title and p.x == first.x and series in p.series
-            ]
-            table = [[math.nan if v is None else v for v in panel.series[series]] for panel in found]
+            found = [p for run in runs for p in run.panels if p.title == title and series in p.series]
+            values = [dict(zip(panel.x, panel.series[series], strict=True)) for panel in found]
+            table = [[math.nan if (v := each.get(place)) is None else v for place in everywhere] for each in values]
             lines += _line(arm, x, table)
         heading = f"{title}: {series}" if title in several else title
         label = f"{heading} ({first.unit})" if first.unit else heading

@@ -55,20 +55,23 @@ class _Page:
     diagnostics: Sequence[Picture] = ()
 
 
-def write_study_report(folders: Sequence[Path], output: Path, difference: float = 0.01) -> list[Account]:
+def write_study_report(
+    folders: Sequence[Path], output: Path, difference: float = 0.01, metric: str | None = None
+) -> list[Account]:
     """Write what studies show to one file, HTML, Markdown or CSV by its suffix, and return what was read.
 
     Args:
         folders: the studies.
         output: the file; it may lie in a study. Only a report of ours is replaced.
         difference: in the metric's unit; how many seeds would be needed to see one as large.
+        metric: `loss` or the task's metric by name; by default the task's metric where it has one.
 
     Raises:
         InputError: another suffix, a file that is not ours or cannot be written, a study named twice, or what
             `read_account` refuses.
     """
     check_output(folders, output)
-    accounts = [read_account(folder, difference) for folder in folders]
+    accounts = [read_account(folder, difference, metric) for folder in folders]
     if output.suffix == ".html":
         text = _html(accounts)
     elif output.suffix == ".md":

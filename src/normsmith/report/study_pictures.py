@@ -34,7 +34,7 @@ def forest(account: Account) -> Picture | None:
     rows = [row for row in account.rows if row.paired is not None and row.paired.mean is not None][:_MANY]
     if not rows:
         return None
-    reference, metric = account.rows[0].arm, account.comparison.metric
+    reference, metric, measure = account.rows[0].arm, account.comparison.metric, account.measure
 
     def draw(axes: Axes, theme: Theme) -> None:
         axes.axvline(0, color=theme.muted, lw=1.2)
@@ -65,7 +65,9 @@ def forest(account: Account) -> Picture | None:
         axes.spines["left"].set_visible(False)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel(f"Difference in {metric} to {shorten(reference, 24)} (left is better)")
+        better = "left" if measure.better == "lower" else "right"
+        unit = f"{measure.unit}; " if measure.unit else ""
+        axes.set_xlabel(f"Difference in {metric} to {shorten(reference, 24)} ({unit}{better} is better)")
 
     told = "; ".join(f"{row.arm}: {_difference(row.paired)}" for row in rows)
     finding = "; ".join(f"{row.arm}: {row.verdict.text}" for row in rows if row.verdict is not None) + "."
@@ -210,8 +212,9 @@ def _last_part(band: Band) -> Band:
 
 
 def stability(account: Account) -> Picture | None:
-    """Final validation loss against what was swept, with the runs that diverged."""
+    """The final validation loss, or the task's metric there, against what was swept, with the runs that diverged."""
     plan = account.study.plan
+    measure = account.measure.model_copy(update={"split": "validation"})
     if not plan.sweep:
         return None
     points = list(account.study.points)
@@ -219,8 +222,8 @@ def stability(account: Account) -> Picture | None:
     found: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
     lost: dict[str, dict[str, int]] = {arm: {} for arm in plan.arms}
     for run in account.runs:
-        if run.outcome.validation_loss is not None:
-            found[run.cell.arm].setdefault(run.cell.point, []).append(run.outcome.validation_loss)
+        if (value := measure.chosen_on(run.outcome)) is not None and run.outcome.state == "finished":
+            found[run.cell.arm].setdefault(run.cell.point, []).append(value)
         elif run.outcome.state == "diverged":
             lost[run.cell.arm][run.cell.point] = lost[run.cell.arm].get(run.cell.point, 0) + 1
     numeric = not isinstance(place, dict)
@@ -257,15 +260,16 @@ def stability(account: Account) -> Picture | None:
                 )
         _swept_axis(axes, points, position, numeric)
         axes.set_xlabel(label)
-        axes.set_ylabel("Validation loss")
+        axes.set_ylabel(measure.quantity.capitalize())
 
     diverged = {arm: sum(counts.values()) for arm, counts in lost.items() if counts}
     listed = "; ".join(f"{arm}: {n}" for arm, n in diverged.items())
     finding = f"Runs that diverged: {listed}." if diverged else "No run diverged."
     told = "; ".join(f"{arm}: {_told(points, found[arm], lost[arm])}" for arm in plan.arms)
-    note = "Lines: means over seeds; areas: lowest to highest; ringed: the point that is reported; "
+    note = "Lines: means over seeds; areas: lowest to highest; ringed: the point that is reported, with the "
+    note += f"{measure.best} mean among those with most seeds; "
     note += "crosses above: runs that diverged, with their number."
-    alt = f"Validation loss at the end against {label}. {told}."
+    alt = f"{measure.title.capitalize()} at the end against {label}. {told}."
     return picture_of("stability", ("Stability", finding, note, alt), draw, len(plan.arms))
 
 

@@ -18,7 +18,7 @@ def result_grid(account: Account) -> Grid:
     """One line per arm: how many runs count, the metric, the difference to the reference, the verdict."""
     metric = account.comparison.metric
     beside = _beside(account)
-    units = {p.unit for p in account.published if _metric(p.metric) == _metric(metric) and p.unit}
+    units = {p.unit for p in account.published if account.measure.is_called(plain_name(p.metric)) and p.unit}
     headings = [
         Heading("Arm", number=False),
         *([Heading(_swept(account), number=False)] if account.comparison.sweep else []),
@@ -67,12 +67,7 @@ def _point(account: Account, point: str) -> str:
 
 def _beside(account: Account) -> dict[str, float]:
     """Arm → published figure of the study's own metric."""
-    own = _metric(account.comparison.metric)
-    return {p.arm: p.value for p in account.published if _metric(p.metric) == own}
-
-
-def _metric(name: str) -> str:
-    return plain_name(name).casefold()
+    return {p.arm: p.value for p in account.published if account.measure.is_called(plain_name(p.metric))}
 
 
 def _state(row: ArmRow) -> str:
@@ -112,11 +107,11 @@ def statistics_grid(account: Account) -> Grid | None:
         )
     if not rows:
         return None
-    reference, difference = account.rows[0].arm, account.comparison.difference
+    reference, difference = account.rows[0].arm, account.measure.amount(account.comparison.difference)
     note = (
         f"Differences to {reference}, paired by seed. p (Holm): of the t test, corrected over the arms; it decides the "
         "verdict. Effect size: Cohen's d of the "
-        f"pairs, corrected for small samples. Seeds needed: to see a difference of {difference:g} with a chance of 0.8."
+        f"pairs, corrected for small samples. Seeds needed: to see a difference of {difference} with a chance of 0.8."
     )
     headings = (Heading("Arm", number=False), *map(Heading, titles))
     return without_empty(Grid("statistics", "Statistics", headings, tuple(rows), note))
@@ -126,11 +121,10 @@ def published_grid(account: Account) -> Grid | None:
     """What others reported, beside what was measured here under the same name."""
     if not account.published:
         return None
-    measured = {_metric(name): values for name, values in account.measured.items()}
     rows: list[tuple[Entry, ...]] = []
     for item in account.published:
         known = item.arm in account.study.plan.arms
-        ours = measured.get(_metric(item.metric), {}).get(item.arm)
+        ours = account.figure_of(item.metric, item.arm)
         rows.append(
             (
                 words(item.arm, item.arm if known else "", "" if known else "not in this study"),
@@ -242,7 +236,8 @@ def decode_grid(account: Account) -> Grid | None:
 def runs_grid(account: Account) -> Grid:
     """Every run with what became of it and the command that repeats it."""
     rows = tuple(_run_row(account, run) for run in account.runs)
-    titles = ("Validation loss", "Test loss", "Time")
+    named = next((run.outcome.metric for run in account.runs if run.outcome.metric), "metric")
+    titles = ("Validation loss", "Test loss", f"Validation {named}", f"Test {named}", "Time")
     headings = (
         Heading("Arm", number=False),
         *([Heading(_swept(account, ""), number=False)] if account.comparison.sweep else []),
@@ -264,6 +259,8 @@ def _run_row(account: Account, run: RunAccount) -> tuple[Entry, ...]:
         words(outcome.state, badge="see note" if run.note and outcome.state == "finished" else ""),
         figure(outcome.validation_loss),
         figure(outcome.test_loss),
+        figure(outcome.extra.get(f"validation_{outcome.metric}")),
+        figure(outcome.extra.get(f"test_{outcome.metric}")),
         figure(outcome.seconds, text=None if outcome.seconds is None else duration(outcome.seconds)),
         words(run.note),
         Entry(account.command(run), account.command(run), code=True),

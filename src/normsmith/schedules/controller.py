@@ -25,6 +25,9 @@ class Controller:
     controller is made.
     """
 
+    stops_parameters = False
+    """Whether parameters stop needing a gradient during the run, which distributed training must expect."""
+
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
         self.completed = 0

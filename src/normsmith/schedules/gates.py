@@ -39,6 +39,8 @@ class GateController(Controller):
         steps: optimiser steps of the run.
     """
 
+    stops_parameters = True
+
     def __init__(self, config: GateFreezeConfig, sites: Mapping[str, AutoNorm], steps: int | None = None) -> None:
         super().__init__(steps)
         self.config, self.sites = config, dict(sites)

@@ -66,6 +66,8 @@ def _changed(recipe: Recipe, part: str) -> Recipe:
     name = part.partition(":")[0]
     if part == "base":
         return recipe
+    if part == "no-schedule":
+        return recipe.changed(schedule=None)
     if name == "set":
         return _set(recipe, part)
     preset = model_config(recipe, known_facts(recipe)).norm_spec
@@ -78,7 +80,7 @@ def _changed(recipe: Recipe, part: str) -> Recipe:
         if name in registry:
             return recipe.changed(**{key: _merged(registry.aliases.get(name, {}), part, now, config)})
     known = [n for _, registry, _, _ in kinds for n in (*registry, *registry.aliases)]
-    raise UnknownNameError("name", name, [*known, "base", "set"])
+    raise UnknownNameError("name", name, [*known, "base", "no-schedule", "set"])
 
 
 def _merged(alias: dict[str, Any], part: str, now: Config | None, config: Callable[..., Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from normsmith.studies.study import Cell, Study
 
 State = Literal["finished", "open", "diverged", "failed", "refused"]
+Better = Literal["higher", "lower"]
 Entry = dict[str, Any]
 """One line of metrics.jsonl; a number that was not finite is None."""
 
@@ -28,7 +29,9 @@ class Outcome:
 
     `open` runs have not begun or can be continued; `refused` ones are in the way: their folder is not what the study
     wrote. `note` says why a run does not count, or what is damaged about one that does;
-    `entries` is what a finished run logged, `extra` the further numbers of its result.
+    `entries` is what a finished run logged, `extra` the further numbers of its result; `metric` names what the task
+    reports beside the loss, whose values (`validation_METRIC`, `test_METRIC`) are among these, and `better` which ones
+    are better.
     """
 
     cell: Cell | KnownCell
@@ -40,6 +43,8 @@ class Outcome:
     seconds: float | None = None
     entries: Sequence[Entry] = field(default=(), repr=False, compare=False)
     extra: Mapping[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
+    metric: str = ""
+    better: Better = "lower"
 
 
 def read_cell(study: Study | KnownStudy, cell: Cell | KnownCell) -> Outcome:
@@ -54,7 +59,7 @@ def read_cell(study: Study | KnownStudy, cell: Cell | KnownCell) -> Outcome:
         return Outcome(cell, "refused", "its recipe.yaml is not that of this study: another study's, or edited by hand")
     facts = read_object(folder / ENVIRONMENT)
     if recipe is not None and facts is not None and facts.get("data_sha256") != study.plan.data_sha256:
-        return Outcome(cell, "refused", "it read another text than the study")
+        return Outcome(cell, "refused", "it read other data than the study")
     if facts is not None and facts.get("normsmith") != study.plan.normsmith:
         return Outcome(cell, "refused", f"it was made by normsmith {facts.get('normsmith')}")
     if (folder / FAILURE).exists():
@@ -88,6 +93,8 @@ def _finished(study: Study | KnownStudy, cell: Cell | KnownCell) -> Outcome:
         seconds=None if result.get("resumed") else seconds,  # it is then the time of the last part only
         entries=entries,
         extra=_further(result),
+        metric=str(result.get("metric", "")),
+        better="higher" if result.get("better") == "higher" else "lower",
     )
 
 

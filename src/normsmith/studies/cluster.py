@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,15 +57,13 @@ class RayExecutor:
 
     def _connect(self, ray: ModuleType) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._knock()
         local: dict[str, Any] = {"num_cpus": max(cores(), self.cpus), "include_dashboard": False}
         options: dict[str, Any] = local if self.address is None else {"address": self.address}
         try:
             ray.init(log_to_driver=False, logging_level="error", **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"--address {self.address}: no Ray cluster could be reached ({' '.join(str(error).split())[:200]}); "
-                "start one with `ray start --head`, or leave --address out"
-            ) from None
+            raise self._unreachable(error) from None
         total = ray.cluster_resources()
         for name, wanted in (("CPU", self.cpus), ("GPU", self.gpus)):
             if wanted > total.get(name, 0):
@@ -72,6 +71,22 @@ class RayExecutor:
                     f"a run asks for {wanted:g} {name} and the whole cluster has {total.get(name, 0):g}: it would wait "
                     "for ever"
                 )
+
+    def _knock(self) -> None:
+        """Find out in seconds whether anybody listens: Ray itself tries for many minutes."""
+        host, colon, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        if colon and port.isdigit():
+            try:
+                socket.create_connection((host, int(port)), timeout=5).close()
+            except OSError as error:
+                raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> InputError:
+        reason = " ".join(str(error).split())[:200]
+        return InputError(
+            f"--address {self.address}: no Ray cluster could be reached ({reason}); start one with `ray start --head`, "
+            "or leave --address out"
+        )
 
 
 class _Round:

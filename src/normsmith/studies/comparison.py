@@ -11,13 +11,14 @@ from typing import Any
 
 from normsmith.config import Config
 from normsmith.errors import InputError
-from normsmith.studies.cells import Outcome, read_cell
+from normsmith.studies.cells import Better, Outcome, read_cell
 from normsmith.studies.checked import KnownStudy, open_study
+from normsmith.studies.measure import Measure, measure_of, without_others
 from normsmith.studies.statistics import Paired, Verdict, compare_paired, holm, needed_pairs, t_interval, verdict
 
 
 class RunRow(Config):
-    """One run: what became of it, and its losses where it has any that count."""
+    """One run: what became of it, and its losses and its task's metric where it has any that count."""
 
     arm: str
     point: str
@@ -26,6 +27,8 @@ class RunRow(Config):
     note: str = ""
     validation_loss: float | None = None
     test_loss: float | None = None
+    validation_metric: float | None = None
+    test_metric: float | None = None
     seconds: float | None = None
 
 
@@ -62,90 +65,112 @@ class ArmRow(Config):
 
 
 class Comparison(Config):
-    """A whole study: the table, and under it every run. `difference` is what `needed_seeds` is about."""
+    """A whole study: the table, and under it every run.
+
+    `metric` is what the arms are compared by (`validation loss`, `test accuracy` …), `better` and `unit` belong to it,
+    and `difference` is what `needed_seeds` is about.
+    """
 
     study: str
     command: str
     metric: str
+    better: Better = "lower"
+    unit: str = "nats per token"
     difference: float
     seeds: tuple[int, ...]
     sweep: dict[str, tuple[str, ...]]
     arms: tuple[ArmRow, ...]
     runs: tuple[RunRow, ...]
 
+    @property
+    def measure(self) -> Measure:
+        """What the arms are compared by."""
+        split, _, name = self.metric.partition(" ")
+        return Measure(name=name, split="test" if split == "test" else "validation", better=self.better, unit=self.unit)
+
     def plain(self) -> dict[str, Any]:
         """JSON values."""
         return json.loads(self.model_dump_json())
 
 
-def read_comparison(folder: Path, difference: float = 0.01) -> Comparison:
+def read_comparison(folder: Path, difference: float = 0.01, metric: str | None = None) -> Comparison:
     """Read what the runs in a study's folder show.
 
     Args:
         folder: the study.
         difference: in the metric's unit; how many seeds would be needed to see one as large.
+        metric: `loss` or the task's metric by name; by default the task's metric where it has one.
 
     Raises:
-        InputError: no study, or none of its runs has finished.
+        InputError: no study, none of its runs has finished, or they report no such metric.
     """
     study = open_study(folder)
-    return compare_outcomes(study, read_outcomes(study), difference)
+    measure, outcomes = read_outcomes(study, metric)
+    return compare_outcomes(study, measure, outcomes, difference)
 
 
-def read_outcomes(study: KnownStudy) -> list[Outcome]:
-    """How every run of a study stands.
+def read_outcomes(study: KnownStudy, metric: str | None = None) -> tuple[Measure, list[Outcome]]:
+    """What a study is judged by, and how every run of it stands.
 
     Raises:
-        InputError: none has finished.
+        InputError: none has finished, or they report no such metric.
     """
-    outcomes = [read_cell(study, cell) for cell in study.cells]
+    found = [read_cell(study, cell) for cell in study.cells]
+    _check_finished(study, found)
+    measure = measure_of(study, found, metric)
+    outcomes = without_others(measure, found)
+    _check_finished(study, outcomes)
+    return measure, outcomes
+
+
+def _check_finished(study: KnownStudy, outcomes: Sequence[Outcome]) -> None:
     if not any(o.state == "finished" for o in outcomes):
         counted = Counter(o.state for o in outcomes)
         first = next((f"; {o.cell.label}: {o.note}" for o in outcomes if o.note), "")
         states = ", ".join(f"{n} {state}" for state, n in sorted(counted.items()))
         raise InputError(f"{study.folder}: no run has finished ({states}), so there is nothing to compare{first}")
-    return outcomes
 
 
-def compare_outcomes(study: KnownStudy, outcomes: Sequence[Outcome], difference: float = 0.01) -> Comparison:
+def compare_outcomes(
+    study: KnownStudy, measure: Measure, outcomes: Sequence[Outcome], difference: float = 0.01
+) -> Comparison:
     """The table of what the runs of a study show."""
-    chosen = {arm: _best_point(study, arm, outcomes) for arm in study.plan.arms}
+    chosen = {arm: _best_point(study, measure, arm, outcomes) for arm in study.plan.arms}
     shown = {arm: [o for o in outcomes if (o.cell.arm, o.cell.point) == (arm, chosen[arm])] for arm in study.plan.arms}
     return Comparison(
         study=study.folder.name,
         command=study.plan.command,
-        metric="test loss" if study.test_split else "validation loss",
+        metric=measure.title,
+        better=measure.better,
+        unit=measure.unit,
         difference=difference,
         seeds=study.plan.seeds,
         sweep=study.plan.sweep,
-        arms=tuple(_rows(study, shown, chosen, difference)),
+        arms=tuple(_rows(study, measure, shown, chosen, difference)),
         runs=tuple(_run_row(o) for o in outcomes),
     )
 
 
-def _best_point(study: KnownStudy, arm: str, outcomes: Sequence[Outcome]) -> str:
-    """The sweep point with the most finished seeds, and among these the lowest mean validation loss."""
+def _best_point(study: KnownStudy, measure: Measure, arm: str, outcomes: Sequence[Outcome]) -> str:
+    """The sweep point with the most finished seeds, and among these the best mean on the validation split."""
 
     def rank(point: str) -> tuple[int, float]:
-        losses = [
-            o.validation_loss
+        values = [
+            measure.badness(value)
             for o in outcomes
-            if (o.cell.arm, o.cell.point, o.state) == (arm, point, "finished") and o.validation_loss is not None
+            if (o.cell.arm, o.cell.point, o.state) == (arm, point, "finished")
+            and (value := measure.chosen_on(o)) is not None
         ]
-        return -len(losses), sum(losses) / len(losses) if losses else 0.0
+        return -len(values), sum(values) / len(values) if values else 0.0
 
     return min(study.points, key=rank)
 
 
-def _metric(outcome: Outcome) -> float | None:
-    return outcome.validation_loss if outcome.test_loss is None else outcome.test_loss
-
-
 def _rows(
-    study: KnownStudy, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float
+    study: KnownStudy, measure: Measure, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float
 ) -> list[ArmRow]:
     values = {
-        arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := _metric(o)) is not None}
+        arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := measure.of(o)) is not None}
         for arm, found in shown.items()
     }
     reference, *others = study.plan.arms
@@ -160,28 +185,30 @@ def _rows(
         counts = Counter(o.state for o in found)
         finished = [o for o in found if o.state == "finished"]
         row: dict[str, Any] = {"arm": arm, "point": chosen[arm], "counts": dict(sorted(counts.items()))}
-        losses = list(values[arm].values())
-        if losses:
-            row["mean"] = sum(losses) / len(losses)
+        numbers = list(values[arm].values())
+        if numbers:
+            row["mean"] = sum(numbers) / len(numbers)
             row["parameters"] = finished[0].parameters
-        if len(losses) > 1:
-            row["low"], row["high"] = t_interval(losses)
+        if len(numbers) > 1:
+            row["low"], row["high"] = t_interval(numbers)
         if times := [o.seconds for o in finished if o.seconds is not None]:
             row["seconds"] = median(times)
         if arm in paired:
             row["paired"], row["p_holm"] = paired[arm], corrected.get(arm)
-            row["verdict"] = _judge(paired[arm], corrected.get(arm), counts, Counter(o.state for o in shown[reference]))
+            states = counts, Counter(o.state for o in shown[reference])
+            row["verdict"] = _judge(verdict(paired[arm], corrected.get(arm), better=measure.better), *states)
             if deviation := paired[arm].deviation:
                 row["needed_seeds"] = needed_pairs(difference, deviation)
         rows.append(ArmRow(**row))
     return rows
 
 
-def _judge(paired: Paired, p: float | None, counts: Counter[str], reference: Counter[str]) -> Verdict:
-    """The verdict on an arm. Where runs diverged the rest is a selection, so that alone cannot make an arm better (or
-    the reference, if it is the one that diverged).
+def _judge(found: Verdict, counts: Counter[str], reference: Counter[str]) -> Verdict:
+    """The verdict on an arm whose runs, and the reference's, ended as counted.
+
+    Where runs diverged the rest is a selection, so that alone cannot make an arm better (or the reference, if it is the
+    one that diverged).
     """
-    found = verdict(paired, p)
     for favoured, here, whose in (("better", counts, "its"), ("worse", reference, "the reference's")):
         if diverged := here["diverged"]:
             total = sum(here.values())
@@ -204,5 +231,7 @@ def _run_row(outcome: Outcome) -> RunRow:
         note=outcome.note,
         validation_loss=outcome.validation_loss,
         test_loss=outcome.test_loss,
+        validation_metric=outcome.extra.get(f"validation_{outcome.metric}"),
+        test_metric=outcome.extra.get(f"test_{outcome.metric}"),
         seconds=outcome.seconds,
     )

@@ -29,7 +29,7 @@ def find_recipe(recipe: str | Path, overrides: list[str] | None = None) -> Recip
         InputError: neither a file nor a built-in name, or the recipe does not validate.
     """
     path = Path(recipe)
-    if path.suffix in {".yaml", ".yml", ".json"} or path.exists() or len(path.parts) > 1:
+    if path.suffix in {".yaml", ".yml", ".json"} or path.is_file() or len(path.parts) > 1:
         return load_recipe(path, overrides)
     if path.name not in recipe_names():
         raise UnknownNameError("recipe", path.name, recipe_names())

@@ -19,9 +19,17 @@ from normsmith.training import TrainingConfig
 
 
 class EvaluationConfig(Config):
-    """How the finished model is evaluated: on `windows` windows or examples of each split, 0 for all."""
+    """How the finished model is evaluated.
+
+    Attributes:
+        windows: windows or examples of each split, 0 for all.
+        diagnostics: also measure what goes on inside: with every evaluation during training how large logits and stream
+            are (language models) and the gates' entropy at each site, and at the end, in diagnostics.json, the stream
+            after each sublayer, update angles, fixed scales, gates and gradient norms.
+    """
 
     windows: int = Field(default=0, ge=0)
+    diagnostics: bool = False
 
 
 class Recipe(Config):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from normsmith import ranks
 from normsmith.connections import Connection, connections
-from normsmith.data import Facts, load_data
+from normsmith.data import Facts, load_shared
 from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation.metrics import TaskScore
 from normsmith.folders import prepare_folder
@@ -26,8 +28,10 @@ from normsmith.models.branch import Fresh
 from normsmith.models.config import initial_deviations
 from normsmith.report.results import write_text
 from normsmith.schedules import Controller
+from normsmith.studies.diagnose import diagnose, watchers, write_panels
 from normsmith.studies.environment import environment
 from normsmith.studies.files import METRICS, RESULT
+from normsmith.studies.memory import PeakMemory
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.tasks import Data, Parts, facts_of, give_moments_, judge, limited, new_model, parts_of, task_of
 from normsmith.surgery import schedule_
@@ -128,48 +132,76 @@ def run_recipe(
     in the recipe costs no earlier result.
 
     Files: `recipe.yaml`, `environment.json`, `metrics.jsonl` (one line per logged step; what is not finite is null),
-    `checkpoints/`, and at the end the model with its tokenizer and `result.json`, which comes last. `start` is the
-    recipe whose initial weights are shared (see `build_scheduled`).
+    `checkpoints/`, and at the end the model with its tokenizer, `diagnostics.json` if the recipe asks for it, and
+    `result.json`, which comes last. `start` is the recipe whose initial weights are shared (see `build_scheduled`).
+
+    Where several processes share the run (torchrun), rank 0 alone reports, writes and evaluates, and every rank returns
+    the same numbers or fails.
     """
-    data = data or load_data(recipe.data, reporter.say)
-    training, parts = recipe.training, parts_of(recipe, data)
-    model, controller = build_scheduled(recipe, facts_of(data), start)
-    give_moments_(model, data)
-    average = WeightAverage(model, training.weight_average) if training.weight_average else None
+    peak = PeakMemory(alone=data is None)
+    data = data or load_shared(recipe.data, reporter.say)
+    training, causal = recipe.training, recipe.data.kind == "text"
     checkpoints = folder / "checkpoints"
-    arguments = training.arguments(checkpoints, recipe.seed)
-    prepare_folder(folder, overwrite, resume)
-    _describe_run(recipe, folder, data, resume)
+
+    def prepare() -> tuple[Parts, NormsmithPreTrainedModel, Controller | None, TrainingArguments]:
+        model, controller = build_scheduled(recipe, facts_of(data), start)
+        give_moments_(model, data)
+        arguments = training.arguments(checkpoints, recipe.seed)
+        return parts_of(recipe, data), model, controller, arguments
+
+    def open_folder() -> str | None:
+        prepare_folder(folder, overwrite, resume)
+        _describe_run(recipe, folder, data, resume)
+        return _last_complete(checkpoints) if resume else None
+
+    parts, model, controller, arguments = ranks.together(prepare)
+    average = WeightAverage(model, training.weight_average) if training.weight_average else None
+    last = ranks.on_first(open_folder)
+    watched = limited(parts.validation, 64 if parts.collate is None else 512)
+    if ranks.world_size() > 1:
+        watched, arguments.per_device_eval_batch_size = _even(watched, training.batch_size)
+    extra = watchers(controller, causal) if recipe.evaluation.diagnostics else []
     trainer = Trainer(
         model,
         arguments,
         train_dataset=parts.train,
-        eval_dataset=limited(parts.validation, 64 if parts.collate is None else 512),
+        eval_dataset=watched,
         data_collator=parts.collate,
         controller=controller,
-        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([average] if average else [])],
+        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([average] if average else []), *extra],
     )
     started = time.monotonic()
-    last = _last_complete(checkpoints) if resume else None
     try:
         trainer.train(resume_from_checkpoint=last)
     finally:  # a run that diverged or was interrupted has a curve too
         logged = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
         history = tuple(_numbers(entry) for entry in logged)
-        write_text(folder / METRICS, "".join(json.dumps(_strict(entry)) + "\n" for entry in history))
-    seconds = time.monotonic() - started
+        if ranks.rank() == 0:
+            write_text(folder / METRICS, "".join(json.dumps(_strict(entry)) + "\n" for entry in history))
+    seconds, memory = time.monotonic() - started, peak.read()
     if average is not None:
         average.apply_()
     model.eval()
-    scores = _judge(recipe, model, parts)
-    if save:
-        model.save_pretrained(folder)
-        if data.tokenizer is not None:
-            data.tokenizer.save_pretrained(folder)
-    result = {**_result(recipe, scores), "seconds": seconds, "parameters": model.num_parameters()}
-    if last is not None:
-        result["resumed"] = True  # then `seconds` is the time of the last part only
-    write_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+    def finish() -> dict[str, Any]:
+        result = {**_result(recipe, _judge(recipe, model, parts)), "seconds": seconds}
+        if save:
+            model.save_pretrained(folder)
+            if data.tokenizer is not None:
+                data.tokenizer.save_pretrained(folder)
+        result["parameters"] = model.num_parameters()
+        if memory is not None:
+            result["peak_memory_bytes"] = memory
+        if recipe.evaluation.diagnostics:
+            panels, numbers = diagnose(model, controller, parts.validation, causal, reporter.say)
+            write_panels(folder, panels)
+            result |= numbers
+        if last is not None:
+            result["resumed"] = True  # then `seconds` is the time of the last part only
+        write_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
+        return result
+
+    result = ranks.on_first(finish)
     return Run(
         recipe,
         model,
@@ -182,6 +214,16 @@ def run_recipe(
         folder,
         **{key: result.get(key) for key in ("test_loss", "validation_metric", "test_metric")},
     )
+
+
+def _even(examples: Dataset[Any], batch_size: int) -> tuple[Dataset[Any], int]:
+    """As many of the first examples as all ranks can share, and the largest batch with which none is read twice.
+
+    accelerate fills the last batches up with examples from the beginning, which would shift the mean loss.
+    """
+    world, length = ranks.world_size(), len(examples)  # pyright: ignore[reportArgumentType] (ours have a length)
+    each = max(1, length // world)
+    return limited(examples, each * world), max(b for b in range(1, batch_size + 1) if each % b == 0)
 
 
 def _judge(recipe: Recipe, model: nn.Module, parts: Parts) -> dict[str, TaskScore]:
@@ -211,15 +253,26 @@ def _describe_run(recipe: Recipe, folder: Path, data: Data, resume: bool) -> Non
     path = folder / "recipe.yaml"
     if resume and path.exists() and path.read_text(encoding="utf-8") != recipe.to_yaml():
         raise InputError(f"{path}: the interrupted run had another recipe; resume with that one or write --overwrite")
-    facts = {**environment(), "data_sha256": data.data_hash, "data_source": data.source}
+    processes = str(ranks.world_size())
+    facts = {**environment(), "processes": processes, "data_sha256": data.data_hash, "data_source": data.source}
     described = folder / "environment.json"
-    if resume and described.exists() and data.data_hash not in described.read_text(encoding="utf-8"):
+    if resume and described.exists():
+        _check_resumed(folder, json.loads(described.read_text(encoding="utf-8")), data, processes)
+    write_text(path, recipe.to_yaml())
+    write_text(described, json.dumps(facts, indent=1) + "\n")
+
+
+def _check_resumed(folder: Path, before: dict[str, str], data: Data, processes: str) -> None:
+    if before.get("data_sha256") != data.data_hash:
         raise InputError(
             f"{data.source}: its data are not what the interrupted run in {folder} read; "
             "bring the old data back or write --overwrite"
         )
-    write_text(path, recipe.to_yaml())
-    write_text(described, json.dumps(facts, indent=1) + "\n")
+    if (started := before.get("processes", "1")) != processes:
+        raise InputError(
+            f"{folder}: the interrupted run had {started} process(es) and this one has {processes}, which would change "
+            f"its batches; resume it with {started} (torchrun --nproc-per-node) or write --overwrite"
+        )
 
 
 def _last_complete(checkpoints: Path) -> str | None:

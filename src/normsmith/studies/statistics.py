@@ -219,8 +219,14 @@ def needed_pairs(difference: float, deviation: float, power: float = 0.8, alpha:
     return high
 
 
-def verdict(found: Paired, p_adjusted: float | None, alpha: float = ALPHA, unit: str = "") -> Verdict:
-    """Say in words what `found` shows about a metric that is better when lower.
+def verdict(
+    found: Paired,
+    p_adjusted: float | None,
+    alpha: float = ALPHA,
+    unit: str = "",
+    better: Literal["higher", "lower"] = "lower",
+) -> Verdict:
+    """Say in words what `found` shows about a metric of which the values that `better` names are better.
 
     Better or worse needs at least two pairs and a t test whose p, corrected for the number of arms, is at most `alpha`.
     """
@@ -233,10 +239,9 @@ def verdict(found: Paired, p_adjusted: float | None, alpha: float = ALPHA, unit:
         return Verdict(outcome="unknown", text="no verdict: the difference does not depend on the seed")
     if p_adjusted > alpha:
         return Verdict(outcome="none", text="no difference seen")
-    better = found.mean < 0
     low, high = sorted((abs(found.low), abs(found.high)))
-    word = "better" if better else "worse"
+    word: Outcome = "better" if (found.mean < 0) == (better == "lower") else "worse"
     return Verdict(
-        outcome="better" if better else "worse",
+        outcome=word,
         text=f"{word} by {abs(found.mean):.4g} [{low:.4g}, {high:.4g}]{unit}",
     )

@@ -44,7 +44,7 @@ class Plan(Config):
         format: of the study's folders.
         normsmith: version that made it.
         command: what was typed; for the reader only.
-        data_sha256: of the text that all runs read.
+        data_sha256: of the data that all runs read.
         base: the recipe that all arms share.
         arms: as written; the first is the reference, whose initial weights the others share.
         seeds: one run of every arm for each.
@@ -233,7 +233,7 @@ def _check_same(folder: Path, old: Plan, new: Plan) -> None:
         changed = next((k for k in [*keys, *theirs] if _look(theirs, k) != _look(ours, k)), "another part")
         refuse(f"another recipe ({changed} was {_look(theirs, changed)!r})", "give the same recipe and --set")
     if old.data_sha256 != new.data_sha256:
-        refuse(f"another text of {new.base.data.source}", "bring the old text back")
+        refuse(f"other data of {new.base.data.source}", "bring the old data back")
     if old.sweep != new.sweep:
         refuse(f"the sweep {old.sweep or 'none'}", "sweep the same")
     if old.arms[0] != new.arms[0] or not set(old.arms) <= set(new.arms):

@@ -75,8 +75,10 @@ def _p(value: float | None) -> str:
 def notes(comparison: Comparison, runs: bool = True) -> list[str]:
     """What a reader must know to believe the table, or not to; with `runs` also each run that does not count."""
     pairs = sorted({row.paired.pairs for row in comparison.arms if row.paired is not None})
+    measure = comparison.measure
+    unit = f" in {measure.unit}" if measure.unit else ""
     said = [
-        f"Means over seeds of the {comparison.metric} in nats per token (lower is better) with 95 % t intervals; "
+        f"Means over seeds of the {measure.title}{unit} ({measure.better} is better) with 95 % t intervals; "
         "differences to the first arm, paired by seed: same initial weights, batches and budget.",
         "Verdicts rest on the paired t test, corrected over the arms by Holm's method, at 0.05; a t test takes the "
         "differences for normally distributed.",
@@ -89,15 +91,16 @@ def notes(comparison: Comparison, runs: bool = True) -> list[str]:
             f"The sign-flip test ({exact}) needs no such assumption; with {pairs[-1]} pairs its p cannot fall below "
             f"{smallest:.2g}{limits}."
         )
+    amount = measure.amount(comparison.difference)
     said += [
-        f"{row.arm}: {_needed(row)} needed to see a difference of {comparison.difference:g} with a chance of 0.8."
+        f"{row.arm}: {_needed(row)} needed to see a difference of {amount} with a chance of 0.8."
         for row in comparison.arms
         if row.paired is not None and row.paired.deviation
     ]
     if comparison.sweep:
         said.append(
-            "Each arm is shown at the sweep point with the lowest validation loss over its seeds, and measured on the "
-            "test split, which took no part in the choice."
+            f"Each arm is shown at the sweep point with the {measure.best} validation {measure.name} over its seeds, "
+            "and measured on the test split, which took no part in the choice."
         )
     lost = [run for run in comparison.runs if runs and (run.state != "finished" or run.note)]
     said += [

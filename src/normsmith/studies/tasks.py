@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
+from normsmith import ranks
 from normsmith.data import Facts, PackedWindows, TaskData, TextData, TrainingExamples, collate
 from normsmith.data.examples import smoothed
-from normsmith.errors import InputError
+from normsmith.errors import InputError, UnknownNameError
 from normsmith.evaluation.metrics import ACCURACY, RMSE, TaskMetric, TaskScore, score
 from normsmith.evaluation.perplexity import language_loss
 from normsmith.models import (
@@ -84,6 +85,18 @@ def task_of(recipe: Recipe) -> Task:
     return TASKS[recipe.data.kind]
 
 
+def check_metric(recipe: Recipe, name: str | None) -> None:
+    """Refuse a metric that runs of the recipe do not report, before they are carried out.
+
+    Raises:
+        UnknownNameError: neither `loss` nor the task's metric.
+    """
+    metric = task_of(recipe).metric
+    known = ["loss", *([] if metric is None else [metric.name])]
+    if name is not None and name not in known:
+        raise UnknownNameError("metric", name, known, where=f"data of the kind {recipe.data.kind!r}")
+
+
 def known_facts(recipe: Recipe) -> Facts:
     """What is known of the data before they are read; the size of images that is not known is one that fits."""
     facts = recipe.data.facts()
@@ -127,7 +140,9 @@ class Parts:
 
 def parts_of(recipe: Recipe, data: Data) -> Parts:
     """The data sets of a run, which the seed orders and augments; evaluation is limited as the recipe says."""
-    count, items, limit = recipe.evaluation.windows, recipe.training.sequences, limited
+    # What all processes read together: accelerate gives every process its part of each batch of this one order.
+    items = recipe.training.sequences * ranks.world_size()
+    count, limit = recipe.evaluation.windows, limited
     if isinstance(data, TextData):
         length = recipe.text.sequence_length
         train = PackedWindows(data.train, length, recipe.seed, items)

@@ -39,8 +39,8 @@ def _shape_only_experts(model: Any) -> Generator[None]:
 
 
 def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for one forward pass of a Hugging Face model: token ids, pixels, audio features or a table's rows, by its
-    signature.
+    """Arguments for one forward pass of a Hugging Face model, by its signature: token ids, pixels, audio features or a
+    table's rows.
 
     Raises:
         InputError: the model has no config to read sizes from, or takes inputs of another sort.

@@ -12,7 +12,7 @@ from normsmith.diagnostics.anchoring import Scales
 class AnchoringCallback(TrainerCallback):
     """Adds `logit_norm`, `stream_scale_mean` and `stream_scale_std` to what an evaluation during training logs.
 
-    They are read off the forward passes that the evaluation makes anyway, on this process's part of the data.
+    They are read off the forward passes that the evaluation makes anyway, over the parts of all processes.
 
     >>> normsmith.Trainer(model, args, callbacks=[AnchoringCallback()], eval_dataset=..., ...)
     """
@@ -38,7 +38,7 @@ class AnchoringCallback(TrainerCallback):
         """Add the numbers to those of the evaluation, for loggers and for the history."""
         if self._scales is None or logs is None or "eval_loss" not in logs:
             return
-        found = self._scales.drain()
+        found = self._scales.drain(shared=args.device)
         logs |= found
         state.log_history[-1] |= found
 

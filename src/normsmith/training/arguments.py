@@ -71,7 +71,7 @@ class TrainingConfig(Config):
 
     @property
     def sequences(self) -> int:
-        """Sequences one process reads in the whole run."""
+        """Sequences one process reads in the whole run; the data set must hold as many for each."""
         return self.max_steps * self.batch_size * self.gradient_accumulation
 
     def arguments(self, output: Path, seed: int) -> TrainingArguments:
@@ -115,4 +115,8 @@ class TrainingConfig(Config):
             options["eval_steps"] = self.evaluate_every
         if self.save_every:
             options["save_steps"] = self.save_every
-        return TrainingArguments(**options)
+        arguments = TrainingArguments(**options)
+        # Several GPUs are torchrun's to use. transformers would else copy the model to all of them in every step
+        # (DataParallel), and what norms record for their schedule would be lost with the copies.
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # pyright: ignore[reportPrivateUsage]
+        return arguments

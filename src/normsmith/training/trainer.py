@@ -39,8 +39,8 @@ class Trainer(transformers.Trainer):
         distill: float = 1.0,
         **kwargs: Any,
     ) -> None:
+        self.controller = controller  # before transformers asks how to wrap the model
         super().__init__(*args, **kwargs)
-        self.controller = controller
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
         self.distill = distill
         # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
@@ -53,11 +53,19 @@ class Trainer(transformers.Trainer):
         self._auxiliary_sum: Tensor | float = 0.0
         self._auxiliary_batches = 0
         self._first_bad = torch.tensor(-1, device=self.args.device)
+        if self.args.world_size > 1 and isinstance(self.train_dataset, Ordered):
+            # Else all ranks would draw the same noise, for dropout and sampled gates. Where a sampler shuffles, its
+            # order comes from this seed and must be one for all.
+            torch.manual_seed(self.args.seed + self.args.process_index)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # Read while transformers' Trainer is constructed, so later is too late for a default of ours.
         if self.args.ddp_broadcast_buffers is None:
             self.args.ddp_broadcast_buffers = False  # each rank collects its own statistics; the controller averages
+        stops = self.controller is not None and self.controller.stops_parameters
+        if self.args.ddp_find_unused_parameters is None and stops:
+            # transformers would say False where activations are recomputed, and the step after the freeze would fail.
+            self.args.ddp_find_unused_parameters = True
         return super()._build_accelerator_args(**kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -124,7 +132,9 @@ class Trainer(transformers.Trainer):
         self._stop_if_diverged()
         if "loss" in logs and self.controller is not None:
             logs |= self.controller.progress()
-            logs["auxiliary_loss"] = float(self._auxiliary_sum) / max(self._auxiliary_batches, 1)
+            total = torch.as_tensor(self._auxiliary_sum, device=self.args.device).float().reshape(1)
+            totals = [float(each) for each in self.accelerator.gather(total)]  # as transformers does with the loss
+            logs["auxiliary_loss"] = sum(totals) / len(totals) / max(self._auxiliary_batches, 1)
             self._auxiliary_sum, self._auxiliary_batches = 0.0, 0
         super().log(logs, start_time)
 
