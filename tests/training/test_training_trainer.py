@@ -186,7 +186,7 @@ def test_divergence_names_the_step_and_the_last_good_checkpoint(log_every: int, 
     )
     with pytest.raises(
         DivergedError,
-        match=r"since step 5: the input of the final norm was .* at step 5 .*; the last good checkpoint is .*checkpoint-4;",
+        match=r"since step 5: the input of the final norm was .*; the last good checkpoint is .*checkpoint-4;",
     ):
         trainer.train()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
