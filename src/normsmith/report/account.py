@@ -22,6 +22,8 @@ from normsmith.studies.measure import LOSS, Measure
 
 Curves = dict[Key, Curve]
 
+_HEADING = 80  # characters of arms that a heading can hold
+
 
 @dataclass(frozen=True)
 class RunAccount:
@@ -133,13 +135,19 @@ class Account:
         if self.study.plan.sweep:
             ran += f", {len(self.study.points)} sweep points"
         ran += f": {done} of {_plural(total, 'run')} finished" if done < total else f", {_plural(total, 'run')}"
-        said = "; ".join(f"{row.arm}: {row.verdict.text}" for row in self.rows if row.verdict is not None)
+        alike: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.verdict is not None:
+                alike.setdefault(row.verdict.text, []).append(row.arm)
+        said = "; ".join(f"{', '.join(arms)}: {text}" for text, arms in alike.items())
         return f"{ran}. Against {self.rows[0].arm} ({self.comparison.metric}): {said}."
 
     @property
     def title(self) -> str:
         """The page's heading."""
-        return f"{self.name}: {', '.join(self.study.plan.arms)}"
+        arms = self.study.plan.arms
+        listed = ", ".join(arms)
+        return f"{self.name}: {listed if len(listed) <= _HEADING else f'{len(arms)} arms, beginning with {arms[0]}'}"
 
 
 def read_account(folder: Path, difference: float = 0.01, metric: str | None = None) -> Account:
