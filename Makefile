@@ -30,8 +30,8 @@ install: $(VENV)/.installed ## make .venv with the pinned packages
 demo: $(VENV)/.installed ## train three arms on real text, fold one, write runs/demo/report.html
 	@$(BIN)/normsmith demo --overwrite
 
-test: $(VENV)/.installed ## the tests (minutes)
-	@$(BIN)/python -m pytest
+test: $(VENV)/.installed ## the tests (minutes), on all cores
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/.installed ## studies that take long
 	@$(BIN)/python -m pytest -m slow

@@ -14,7 +14,7 @@ import torch
 from normsmith.norms import create_norm, norms
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "architecture.md"]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def blocks(path: Path, language: str) -> list[str]:

@@ -73,7 +73,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text ({error})") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        kind = "JSON" if path.suffix in (".json", ".jsonl") else "YAML"
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: not valid {kind}, it may be cut short or edited by hand ({reason})") from None
     if not isinstance(loaded, dict):
         raise InputError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     return cast("dict[str, Any]", loaded)

@@ -92,6 +92,12 @@ def test_wrong_input_is_one_sentence_and_writes_nothing(llama: Path, data: Path,
     normsmith("eval", llama, "--suite", "spheretnorm", "--data", llama).refused("no file lambada")
     normsmith("eval", "nowhere", "--suite", "spheretnorm", "--data", data).refused("nowhere: no such folder")
     normsmith("eval", llama, "--tasks", "piqa", "--data", data, "-o", "no/a.json").refused("there is no folder no")
+    (work / "mine.json").write_text('{"a": 1}')
+    # Before the model is loaded, and never over something else than an older result.
+    for path, message in (("mine.json", "no result of `normsmith eval`; name another"), (".", "is a folder")):
+        normsmith("eval", llama, "--tasks", "piqa", "--data", data, "-o", path).refused(message)
+    assert (work / "mine.json").read_text() == '{"a": 1}'
+    (work / "mine.json").unlink()
     normsmith("eval", llama, "--tasks", "piqa", "--data", data, "--device", "moon").refused("--device moon")
     normsmith("eval", llama, "--tasks", "piqa", "--data", data, "--against", "a.json").refused("a.json: no such file")
     normsmith("eval", llama, "--tasks", "piqa", "--data", "broken").refused(r"piqa.jsonl, line 1: is not JSON")

@@ -204,7 +204,7 @@ def test_a_checkpoint_that_is_not_ours(work: Path) -> None:
     llama(work / "llama")
     (work / "nothing").mkdir()
     before = contents(work)
-    normsmith("bench", "decode", "llama").refused("llama: is a 'llama', not a model that normsmith trained")
+    normsmith("bench", "decode", "nothing").refused("nothing: holds no model")
     normsmith("fold", "nothing", "-o", "o").refused("nothing: holds no model")
     normsmith("fold", "absent", "-o", "o").refused("absent: no such folder")
     normsmith("fold", "tiny.yaml", "-o", "o").refused("tiny.yaml: is a file, expected a model folder")

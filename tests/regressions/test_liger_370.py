@@ -43,7 +43,8 @@ class Sandwich(nn.Module):
         return y + self.second(self.linear(y).tanh()) * y
 
 
-@pytest.mark.parametrize("kind", list(norms))
+# AdaNorm's gradient is by definition another one: a factor counts as constant.
+@pytest.mark.parametrize("kind", [kind for kind in norms if kind != "adanorm"])
 def test_gradients_where_the_output_is_read_twice(kind: str) -> None:
     block = scramble(Sandwich(kind)).double().eval()
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from normsmith.connections import connections, create_connection
-from normsmith.norms import create_norm, norms
+from normsmith.norms import create_norm, norm_config, norms
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import TaperConfig
 from normsmith.surgery import swap_norms_, taper_
@@ -74,7 +74,7 @@ def test_no_break_no_second_graph_and_no_stale_one(kind: str) -> None:
 @pytest.mark.parametrize("spec", list(connections))
 def test_connections_do_not_break_the_graph(spec: str) -> None:
     connection, counter = scramble(create_connection(spec, 8, index=2, total=4, norm="rmsnorm")), CompileCounter()
-    entry = type(connection).entry(8, connection.config)
+    entry = type(connection).entry(8, connection.config, norm_config("rmsnorm"))
     h = torch.randn(2, 3, 8) if entry is None else entry(torch.randn(2, 3, 8)).detach()
 
     def step(h: Tensor) -> Tensor:

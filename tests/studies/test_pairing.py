@@ -13,7 +13,7 @@ from scipy import stats
 from normsmith.errors import InputError
 from normsmith.evaluation import Evaluation, Score
 from normsmith.evaluation.results import ItemValues, TaskItems, aggregate, read_evaluation
-from normsmith.studies.pairing import pair_items
+from normsmith.studies.pairing import _p, pair_items
 
 RIGHT = ([1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1])
 RNG = np.random.default_rng(3)
@@ -101,3 +101,10 @@ def test_results_survive_the_file_and_damaged_ones_are_named(tmp_path: Any) -> N
         read_evaluation(path)
     with pytest.raises(InputError, match=r"nothing.json: no such file"):
         read_evaluation(tmp_path / "nothing.json")
+
+
+def test_differences_that_are_all_alike_are_no_evidence() -> None:
+    """Repeated items have no spread, and a t test would be infinitely sure."""
+    assert _p(np.array([0.3, 0.3, 0.3]), binary=False) is None
+    assert _p(np.zeros(3), binary=False) == 1.0
+    assert _p(np.array([0.3, 0.2, 0.3]), binary=False) == pytest.approx(float(stats.ttest_1samp([0.3, 0.2, 0.3], 0)[1]))

@@ -63,6 +63,8 @@ def test_the_command_writes_a_model_that_loads_elsewhere(
     assert found["arms"][2]["fold_error"] <= 1e-4
     assert {row["name"] for row in found["decode"]} == {"original", "tapered", "removed", "twin"}
     card = (out / "README.md").read_text()
+    assert "- Fine-tuned with norms: on the data, learning rate 0.0005." in card
+    assert "learning rate 0.003, 100% of the training loss from the model fine-tuned with norms." in card
     assert f"Removed: {5 if placement == 'all' else 4} norms." in card
     assert "normsmith taper" in card
     assert (out / "report.html").read_text().startswith("<!doctype html>")
@@ -97,7 +99,7 @@ def test_fakeln_is_the_same_command(
     found = json.loads(result.out)
     assert [arm["name"] for arm in found["arms"]] == ["control", "original", "removed"]
     assert found["arms"][2]["fold_error"] <= 1e-4
-    assert found["arms"][2]["description"] == "FakeLN and folded"
+    assert found["arms"][2]["description"].startswith("FakeLN and folded, learning rate 0.003")
     assert [point["gate"] for point in found["arms"][2]["curve"]][-1] == 0
     assert f"Removed: {5 if placement == 'all' else 4} norms." in (out / "README.md").read_text()
     model = load_model(out, trust_remote_code=True)
@@ -189,3 +191,34 @@ def test_wrong_input_writes_nothing(pretrained: Path, tmp_path: Path, monkeypatc
     assert "no such file" in refused(pretrained / "llama", "--data", tmp_path / "none.txt")
     assert str(bare) in refused(bare, "--data", text)
     assert AutoModelForCausalLM.from_pretrained(pretrained / "llama") is not None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_learning_rate_of_the_users_counts_while_the_norms_taper(
+    named: bool, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default for that time is higher; it must not silently win over what was typed."""
+    monkeypatch.setenv("NORMSMITH_CACHE", str(pretrained / "cache"))
+    rate = ("--set", "training.learning_rate=1e-12") if named else ()
+    result = normsmith(
+        *("taper", pretrained / "llama", "--data", pretrained / "text.txt", "--steps", 12, "-o", tmp_path / "o"),
+        *("--no-control", "--set", "data.sequence_length=16", "--set", "training.batch_size=4", "--json"),
+        *("--set", "data.validation_fraction=0.2", "--set", "windows=20", "--set", "decode_rounds=1", *rate),
+    )
+    assert result.code == 0, result
+    curve = Results(**{k: v for k, v in json.loads(result.out).items() if k != "output"}).arms[-1].curve
+    logged = max(point.learning_rate or 0.0 for point in curve)  # the first log is late on the cosine
+    assert (logged <= 1e-12) if named else (logged > 1e-4)
+
+
+def test_a_model_without_such_norms_is_refused_before_any_training(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMSMITH_CACHE", str(pretrained / "cache"))
+    short = ("--set", "data.sequence_length=16", "--set", "data.validation_fraction=0.2", "--set", "windows=20")
+    common = ("--data", pretrained / "text.txt", "--steps", 12, *short, "--set", "decode_rounds=1")
+    assert normsmith("taper", pretrained / "llama", *common, "--no-control", "-o", tmp_path / "free").code == 0
+    again = normsmith("taper", tmp_path / "free", *common, "-o", tmp_path / "again", "--trust-remote-code")
+    assert again.code == 2
+    assert "no pre norm to taper" in again.err
+    assert "fine-tuning" not in again.err

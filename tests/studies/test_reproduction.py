@@ -66,4 +66,4 @@ def test_runs_that_many_processes_share_are_not_started_here(tmp_path: object) -
 def test_counting_runs() -> None:
     plan = find_reproduction("spheretnorm", "small").studies["twelve-layers"]
     assert plan.runs == len(plan.arms) * 3 * 4
-    assert plan.swept == {"training.learning_rate": ("0.0003", "0.0006", "0.001", "0.002")}
+    assert plan.swept == {"training.learning_rate": ("3e-4", "6e-4", "1e-3", "2e-3")}

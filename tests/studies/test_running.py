@@ -34,7 +34,8 @@ from tests.studies.small import ARMS, plan_of, run, states
 
 
 def test_a_study_is_a_folder_per_run_and_a_table(finished: Path) -> None:
-    assert {path.name for path in finished.iterdir()} == {
+    remembered = {".recipes.json"}  # by whichever test read the table first
+    assert {path.name for path in finished.iterdir()} - remembered == {
         ".guard", ".normsmith", "study.json", "layernorm", "rmsnorm", "sphere_p=2_decay=none"
     }  # fmt: skip
     run_folder = finished / "sphere_p=2_decay=none/2"

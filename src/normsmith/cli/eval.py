@@ -49,14 +49,13 @@ def evaluate_model(
     Example: normsmith eval runs/folded --suite spheretnorm --data benchmarks -o folded.json
     """
     from normsmith.cli.models import load_any, load_tokenizer
-    from normsmith.errors import InputError
-    from normsmith.evaluation import plan_evaluation, read_evaluation
+    from normsmith.evaluation import check_result_path, plan_evaluation, read_evaluation
     from normsmith.studies.pairing import pair_items
 
     names = [] if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     plan = plan_evaluation(suite, names, data)
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"{output}: there is no folder {output.parent}")
+    if output is not None:
+        check_result_path(output)
     other = None if against is None else read_evaluation(against)
     loaded, tokenizer = load_any(model, trust_remote_code), load_tokenizer(model, trust_remote_code)
     found = _run(_placed(loaded, device), tokenizer, plan, limit, batch_size, as_json)
@@ -133,7 +132,12 @@ def _row(score: Score) -> tuple[str, ...]:
 
 def _pair_row(pair: ItemComparison) -> tuple[str, ...]:
     interval = "–" if pair.low is None or pair.high is None else f"[{pair.low:.4f}, {pair.high:.4f}]"
-    words = {"better": "better", "worse": "worse", "none": "no difference seen", "unknown": "no verdict: one item"}
+    words = {
+        "better": "better",
+        "worse": "worse",
+        "none": "no difference seen",
+        "unknown": "no verdict: one item, or all differences are equal",
+    }
     return (
         pair.task,
         pair.metric,

@@ -29,7 +29,10 @@ def taper(
         str, typer.Option("--order", help="`together`, or `audit`: one by one, easiest first.")
     ] = "together",
     control: Annotated[
-        bool, typer.Option("--control/--no-control", help="Fine-tune the unchanged model too, for a fair comparison.")
+        bool,
+        typer.Option(
+            "--control/--no-control", help="Fine-tune the unchanged model too; it is the teacher and the comparison."
+        ),
     ] = True,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change one key, as training.learning_rate=1e-4 (repeatable).")
@@ -41,7 +44,10 @@ def taper(
     """Remove a pretrained model's norms: fine-tune while they taper, fold, verify, evaluate, measure decoding.
 
     OUTPUT receives the model (loads with transformers alone), a model card with the numbers, and report.html.
-    Keys for --set: training.*, taper.*, sequential.* (of fakeln), data.*, windows, seed.
+    Keys for --set: training.*, taper.*, sequential.* (of fakeln), data.*, distill (0 to 1: how much of the training
+    loss while norms go is the divergence from the control), taper_learning_rate (then; by default higher than the
+    control's, because there a teacher keeps the model from overfitting), windows, decode_rounds, seed. A
+    training.learning_rate that you set counts for both.
 
     Example: normsmith taper gpt2 --data novel.txt --steps 300 -o gpt2-norm-free
     """
@@ -61,6 +67,9 @@ def taper(
     settings["data"] |= {"source": data}
     settings["sequential" if method == "fakeln" else "taper"] |= {"placement": placement}
     settings |= {"order": order, "control": control}
+    named = [change.partition("=")[0].strip() for change in changes or []]
+    if "training.learning_rate" in named and "taper_learning_rate" not in named:
+        settings["taper_learning_rate"] = None
     config = RemovalConfig(**apply_overrides(settings, changes or []))
     command = shlex.join(["normsmith", *sys.argv[1:]])
     with Reporter(quiet=as_json) as reporter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -95,6 +96,25 @@ class Evaluation(Config):
             path.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def check_result_path(path: Path) -> None:
+    """Find out before hours of evaluation whether the result can be written there, over an older one at most.
+
+    Raises:
+        InputError: no such folder, a folder, a file that is no result of an evaluation, or no permission.
+    """
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file in it")
+    if path.exists():
+        try:
+            read_evaluation(path)
+        except InputError:
+            raise InputError(f"{path}: exists and is no result of `normsmith eval`; name another file") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written, you have no permission")
 
 
 def read_evaluation(path: Path) -> Evaluation:

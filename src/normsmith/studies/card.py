@@ -21,6 +21,7 @@ def model_card(results: Results, report: FoldReport, base: str, own_code: bool, 
         f"| {r.label} | {r.median:.0f} | {r.low:.0f} – {r.high:.0f} | {r.ratio:.2f} |" for r in results.decode
     )
     remarks = "".join(f" {note}." for note in notes)
+    described = "".join(f"\n- {arm.label}: {arm.description}." for arm in results.arms if arm.description) + "\n"
     settings = "\n".join(f"- {name}: {value}" for name, value in results.data.items())
     return f"""---
 base_model: {base}
@@ -32,7 +33,7 @@ tags: [normsmith, norm-free]
 {results.summary}
 
 {markdown_table(results)}
-
+{described}
 Largest relative difference that folding made to the outputs: {report.error or 0.0:.1e}.
 
 | Decoding with a KV cache | tokens/s | quartiles | ratio |

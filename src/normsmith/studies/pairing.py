@@ -91,7 +91,8 @@ def _p(d: Values, binary: bool) -> float | None:
     if binary:
         wins, losses = int((d > 0).sum()), int((d < 0).sum())
         return float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-    return t_test(d) if len(d) > 1 else None
+    # Differences that are all alike (repeated items, for instance) have no spread that a t test could judge by.
+    return t_test(d) if len(d) > 1 and (d.std() > 0 or not d.any()) else None
 
 
 def _judged(found: list[ItemComparison], higher: dict[tuple[str, str], bool]) -> list[ItemComparison]:

@@ -69,11 +69,8 @@ def remove_norms(
     data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
     validation = _validation(data, config)
     taper = _ordered(model, find_norms(model), data, config)
-    # So that a schedule that does not fit the run is known before any training.
-    if config.method == "taper":
-        config.taper.span(config.training.max_steps)
-    else:
-        _removing(copy.deepcopy(model), taper, config)
+    # So that a model without such norms, or a schedule that does not fit the run, is known before any training.
+    _removing(copy.deepcopy(model), taper, config).close()
     reporter.say("evaluating the model as it is")
     before = language_loss(model, validation, config.training.batch_size)
     original = copy.deepcopy(model)
@@ -101,7 +98,7 @@ def remove_norms(
     family = {"baseline": original, "tapered": whole, "folded": model, "twin": _twin(original, report)}
     prompt = _rows(validation, 1)[:, :32]
     speeds = bench_decode(family, prompt, new_tokens=48, rounds=config.decode_rounds, tick=task.update)
-    arms = _arms(original, model, before, control, tapered, folded_loss, report, _METHODS[config.method])
+    arms = _arms(original, model, before, control, tapered, folded_loss, report, config)
     results = _results(source, config, data, arms, speeds, command)
     _write(model, source, output, data, results, report, notes, overwrite)
     return Removal(model, report, results)
@@ -184,7 +181,7 @@ def _arms(
     tapered: _Trained,
     folded_loss: float,
     report: FoldReport,
-    method: str,
+    config: RemovalConfig,
 ) -> tuple[Arm, ...]:
     def arm(name: str, label: str, text: str, run: _Trained | None, loss: float, reference: float | None) -> Arm:
         return Arm(
@@ -201,9 +198,14 @@ def _arms(
         )
 
     reference = before if control is None else control.loss
-    arms = [] if control is None else [arm("control", "Fine-tuned with norms", "", control, control.loss, None)]
+    rates = config.training.learning_rate, config.taper_learning_rate or config.training.learning_rate
+    kept = f"on the data, learning rate {rates[0]:g}"
+    gone = f"{_METHODS[config.method]} and folded, learning rate {rates[1]:g}"
+    if control is not None and config.distill:
+        gone += f", {config.distill:.0%} of the training loss from the model fine-tuned with norms"
+    arms = [] if control is None else [arm("control", "Fine-tuned with norms", kept, control, control.loss, None)]
     arms.append(arm("original", "As it was", "before any training", None, before, reference if control else None))
-    arms.append(arm("removed", "Norms removed", f"{method} and folded", tapered, folded_loss, reference))
+    arms.append(arm("removed", "Norms removed", gone, tapered, folded_loss, reference))
     return tuple(arms)
 
 
@@ -233,8 +235,9 @@ def _results(
     against = f"{removed.gap_percent:+.1f} % against " + (
         "the model fine-tuned with norms" if "control" in by_name else "the model as it was"
     )
+    gone = "any norm" if config.placement == "all" else f"its {config.placement} norms"
     summary = (
-        f"Without its {config.placement} norms the model has a validation loss of {removed.validation_loss:.4f} "
+        f"Without {gone} the model has a validation loss of {removed.validation_loss:.4f} "
         f"({against}; {first.validation_loss:.4f} before) and decodes at {ratio:.2f} times the speed. One seed."
     )
     return Results(
