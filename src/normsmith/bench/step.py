@@ -52,9 +52,9 @@ def bench_training_step(
         model=ModelConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=6),
         training=TrainingConfig(max_steps=_STEPS),
     )
+    recipes = {arm: arm_recipe(base, arm) for arm in arms}  # a wrong name is known before anything is compiled
     cases: dict[str, Callable[[], float]] = {}
-    for arm in arms:
-        recipe = arm_recipe(base, arm)
+    for arm, recipe in recipes.items():
         model, controller = build_scheduled(recipe, _VOCABULARY)
         if not isinstance(controller, TaperController):
             cases[arm] = _case(model, controller, ids, compiled)
