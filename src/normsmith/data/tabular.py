@@ -112,7 +112,7 @@ def finish(row: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _diabetes() -> Table:
-    from sklearn.datasets import load_diabetes  # type: ignore[import-untyped]
+    from sklearn.datasets import load_diabetes  # type: ignore[import-untyped]  # ships no types
 
     bunch: Any = load_diabetes(scaled=False)
     rows = [[repr(float(v)) for v in (*x, y)] for x, y in zip(bunch.data, bunch.target, strict=True)]

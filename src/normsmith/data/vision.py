@@ -131,7 +131,7 @@ def _read(config: ImagesConfig) -> tuple[dict[str, image_files.Split], tuple[str
 
 
 def _digits() -> tuple[dict[str, image_files.Split], tuple[str, ...]]:
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # ships no types
 
     bunch: Any = load_digits()
     images = np.asarray(np.round(bunch.images * (255 / 16)), np.uint8)[..., None]  # 17 grey values
