@@ -97,7 +97,9 @@ def test_a_signal_during_training_has_its_own_exit_code(number: int, code: int, 
     thread.join()
     signal.signal(signal.SIGINT, before)
     assert (result.code, result.out) == (code, "")
-    assert result.err.strip() == f"normsmith: {word}"
+    assert (
+        result.err.strip() == f"normsmith: {word}; the same command with --resume continues from the newest checkpoint"
+    )
     assert not (work / "out/result.json").exists()
 
 

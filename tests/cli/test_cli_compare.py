@@ -37,7 +37,7 @@ def test_a_small_study_from_the_command_to_the_table(work: Path) -> None:
     command = ("compare", "tiny.yaml", "--arms", "rmsnorm,sphere:p=2,decay=none", "--seeds", "2", *SMALL, "-o", "st")
     result = normsmith(*command)
     assert result.code == 0, result
-    assert "sphere:p=2,decay=none, seed 1: finished  validation " in result.err
+    assert "sphere:p=2,decay=none, seed 1: finished  validation loss " in result.err
     assert "st: 24/24" in result.err
     assert "4 of 4 runs" in result.err
     assert result.out.strip().splitlines()[0].split()[:2] == ["Arm", "Seeds"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,22 @@ def test_a_dry_run_says_the_cost_and_writes_nothing(work: Path) -> None:
     assert result.code == 0, result
     assert "each run is shared by 8 processes (torchrun)" in result.out
     assert "to download: Skylion007/openwebtext, about 13.5 GB" in result.out
-    assert "1000 TFLOP/s, 40% of it" in result.out
+    assert re.search(r"\d+ runs, [\d,]+ h \d\d min of accelerators in all .1000 TFLOP/s, 40% of it", result.out)
     found = json.loads(normsmith("reproduce", "spheretnorm", "--scale", "paper", "--dry-run", "--json").out)
     large = next(c for c in found if c["study"] == "openwebtext-36" and c["arm"] == "pre")
     # 12,500 steps of 512 windows of 1,024 tokens.
     assert large["each"]["tokens"] == 12_500 * 512 * 1024
     assert large["each"]["parameters"] / 1e6 == pytest.approx(772.3 + 1.3, rel=0.01)
     assert not (work / "runs").exists()
+
+
+def test_a_dry_run_says_which_files_are_the_users(work: Path) -> None:
+    (work / "mine/tinystories").mkdir(parents=True)
+    (work / "mine/tinystories/tiny_stories.txt").write_text("Once.\n")
+    result = normsmith("reproduce", "tapernorm", "--scale", "local", "--data", "mine", "--dry-run")
+    assert result.code == 0, result
+    assert result.out.strip().splitlines()[-1] == "tinystories reads your files: mine/tinystories/tiny_stories.txt"
+    normsmith("reproduce", "tapernorm", "--scale", "local").refused("--scale local needs --data DIR, a folder with tin")
 
 
 def test_recipes_are_written_for_torchrun(work: Path) -> None:

@@ -32,8 +32,8 @@ DAMAGE: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda run: loss(run / "result.json", "3.1"), "refused", "holds no finite loss"),
     (lambda run: (run / "result.json").write_text('{"validation_loss": 3.'), "refused", "cannot be read: cut short"),
     (lambda run: (run / "result.json").write_text("[]"), "refused", "cannot be read"),
-    (lambda run: (run / "recipe.yaml").unlink(), "refused", "recipe.yaml or environment.json is missing"),
-    (lambda run: (run / "environment.json").unlink(), "refused", "recipe.yaml or environment.json is missing"),
+    (lambda run: (run / "recipe.yaml").unlink(), "refused", "recipe.yaml or environment.json is missing or can"),
+    (lambda run: (run / "environment.json").unlink(), "refused", "recipe.yaml or environment.json is missing or can"),
     (lambda run: (run / ".normsmith").unlink(), "refused", "was not written by normsmith"),
     (lambda run: shutil.copy(run.parent / "2/recipe.yaml", run), "refused", "another study's, or edited by hand"),
     (

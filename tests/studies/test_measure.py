@@ -70,6 +70,13 @@ def test_an_accuracy_decides_and_is_better_when_higher(images: Path) -> None:
     assert (run.validation_metric, run.test_metric) == (pytest.approx(0.9), pytest.approx(0.8))
 
 
+def test_one_seed_needs_no_notes_about_tests(tmp_path: Path) -> None:
+    text = markdown(read_comparison(make(tmp_path / "one", ARMS, (0,), points=4, data=IMAGES, further=scores)))
+    assert "The test accuracy (higher is better) of one seed: without a second there is no interval" in text
+    assert "Holm's method" not in text
+    assert "sign-flip test" not in text
+
+
 def test_the_loss_decides_if_asked_for(images: Path) -> None:
     found = read_comparison(images, metric="loss")
     assert (found.metric, found.better, found.unit) == ("test loss", "lower", "nats")

@@ -13,7 +13,7 @@ from scipy import stats
 from normsmith.errors import InputError
 from normsmith.evaluation import Evaluation, Score
 from normsmith.evaluation.results import ItemValues, TaskItems, aggregate, read_evaluation
-from normsmith.studies.pairing import _p, pair_items
+from normsmith.studies.pairing import _p, check_comparable, pair_items
 
 RIGHT = ([1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1])
 RNG = np.random.default_rng(3)
@@ -108,3 +108,12 @@ def test_differences_that_are_all_alike_are_no_evidence() -> None:
     assert _p(np.array([0.3, 0.3, 0.3]), binary=False) is None
     assert _p(np.zeros(3), binary=False) == 1.0
     assert _p(np.array([0.3, 0.2, 0.3]), binary=False) == pytest.approx(float(stats.ttest_1samp([0.3, 0.2, 0.3], 0)[1]))
+
+
+def test_what_cannot_be_paired_is_known_before_it_is_evaluated() -> None:
+    earlier = evaluation(0, settings={"limit": 50})
+    check_comparable(earlier, ["sciq", "piqa"], 50)
+    with pytest.raises(InputError, match="m0 was evaluated with --limit 50: evaluate this model on the same items"):
+        check_comparable(earlier, ["piqa"], None)
+    with pytest.raises(InputError, match="m0 was evaluated on piqa, wikitext, nothing of which is in copa"):
+        check_comparable(earlier, ["copa"], 50)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from normsmith.errors import ConfigError, InputError, UnknownNameError
@@ -15,12 +17,17 @@ from normsmith.studies.reproduction import (
     run_reproduction,
 )
 
+FILES = {
+    "autonorm": ("mnist", "cifar10", "ud_ewt", "sst2_sentences", "california_housing/housing.csv"),
+    "spheretnorm": ("tinyshakespeare/input.txt", "tinystories/tiny_stories.txt"),
+    "tapernorm": ("tinystories/tiny_stories.txt",),
+}
 PLANS = [(paper, scale) for paper in ("autonorm", "spheretnorm", "tapernorm") for scale in SCALES]
 
 
 @pytest.mark.parametrize(("paper", "scale"), PLANS)
-def test_every_arm_of_every_plan_builds_and_has_a_cost(paper: str, scale: str) -> None:
-    plan = find_reproduction(paper, scale)
+def test_every_arm_of_every_plan_builds_and_has_a_cost(paper: str, scale: str, tmp_path: Path) -> None:
+    plan = find_reproduction(paper, scale, _files(paper, tmp_path) if scale == "local" else None)
     found = costs(plan)
     assert {c.study for c in found} == set(plan.studies)
     assert all(c.each.parameters > 1000 and c.each.tokens > 0 and c.each.flops > 0 for c in found)
@@ -29,7 +36,33 @@ def test_every_arm_of_every_plan_builds_and_has_a_cost(paper: str, scale: str) -
         assert bool(ours) == bool(study.published), "published figures stand beside arms of ours"
         assert all(p.source for p in study.published)
     # What needs no download is what is small.
-    assert all((c.download is None) == (scale == "smoke") for c in found) or paper == "autonorm"
+    assert all((c.download is None) == (scale in ("smoke", "local")) for c in found) or paper == "autonorm"
+
+
+def _files(paper: str, folder: Path) -> Path:
+    for name in FILES[paper]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("paper", FILES)
+def test_the_local_scale_reads_the_files_of_one_folder(paper: str, tmp_path: Path) -> None:
+    plan = find_reproduction(paper, "local", _files(paper, tmp_path))
+    assert {s.recipe.data.source for s in plan.studies.values()} == {str(tmp_path / name) for name in FILES[paper]}
+
+
+def test_the_local_scale_and_its_folder_come_together(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"--scale local needs --data DIR, a folder with tinyshakespeare/input.txt, tin"
+    ):
+        find_reproduction("spheretnorm", "local")
+    with pytest.raises(InputError, match=r"only --scale local reads files of a folder; the scale is 'smoke'"):
+        find_reproduction("spheretnorm", "smoke", tmp_path)
+    (tmp_path / "tinystories").mkdir()
+    (tmp_path / "tinystories" / "tiny_stories.txt").touch()
+    with pytest.raises(InputError, match=r"no tinyshakespeare/input.txt in it"):
+        find_reproduction("spheretnorm", "local", tmp_path)
 
 
 def test_papers_and_scales_have_names() -> None:

@@ -37,7 +37,7 @@ def run(app: typer.Typer) -> int:
     try:
         code = app(standalone_mode=False, prog_name="normsmith") or DONE
         if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code without a word
-            print("normsmith: interrupted", file=sys.stderr)
+            print(f"normsmith: {_stopped('interrupted')}", file=sys.stderr)
         return code
     except NormsmithError as error:
         return _fail(f"normsmith: {error}", error.exit_code, error.agreed)
@@ -46,9 +46,9 @@ def run(app: typer.Typer) -> int:
         said = message if message.startswith("Usage:") else f"normsmith: {message} (see --help)"
         return _fail(said, WRONG_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("normsmith: interrupted", INTERRUPTED, agreed=True)
+        return _fail(f"normsmith: {_stopped('interrupted')}", INTERRUPTED, agreed=True)
     except _Terminated:
-        return _fail("normsmith: terminated", TERMINATED, agreed=True)
+        return _fail(f"normsmith: {_stopped('terminated')}", TERMINATED, agreed=True)
     except BrokenPipeError:
         # The reader of our output is gone (`normsmith ls | head`): not our failure, and nothing left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -56,6 +56,17 @@ def run(app: typer.Typer) -> int:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return _fail(f"normsmith: {name}{error.strerror or error}", FAILED)
+
+
+_CONTINUE = {
+    "compare": "; the same command continues",
+    "reproduce": "; the same command continues",
+    "train": "; the same command with --resume continues from the newest checkpoint",
+}
+
+
+def _stopped(how: str) -> str:
+    return how + _CONTINUE.get(next(iter(sys.argv[1:]), ""), "")
 
 
 def _fail(message: str, code: int, agreed: bool = False) -> int:

@@ -50,13 +50,15 @@ def evaluate_model(
     """
     from normsmith.cli.models import load_any, load_tokenizer
     from normsmith.evaluation import check_result_path, plan_evaluation, read_evaluation
-    from normsmith.studies.pairing import pair_items
+    from normsmith.studies.pairing import check_comparable, pair_items
 
     names = [] if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     plan = plan_evaluation(suite, names, data)
     if output is not None:
         check_result_path(output)
     other = None if against is None else read_evaluation(against)
+    if other is not None:
+        check_comparable(other, plan.tasks, limit)
     loaded, tokenizer = load_any(model, trust_remote_code), load_tokenizer(model, trust_remote_code)
     found = _run(_placed(loaded, device), tokenizer, plan, limit, batch_size, as_json)
     found = found.model_copy(update={"model": str(model)})

@@ -22,7 +22,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def reproduce(
     paper: Annotated[str, typer.Argument(help="autonorm, spheretnorm or tapernorm.")],
-    scale: Annotated[str, typer.Option("--scale", help="smoke (minutes, no download), small, or paper.")] = "smoke",
+    scale: Annotated[str, typer.Option("--scale", help="smoke (no download), local, small, or paper.")] = "smoke",
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the files that --scale local reads.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder [runs/PAPER-SCALE].")] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Instead of the number in the plan.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once, each with its share of the cores.")] = 2,
@@ -58,7 +59,7 @@ def reproduce(
     from normsmith.studies.reproduction import changed_plan, costs, find_reproduction, run_reproduction, write_recipes
     from normsmith.training import Reporter
 
-    plan = changed_plan(find_reproduction(paper, scale), changes or [], seeds)
+    plan = changed_plan(find_reproduction(paper, scale, data), changes or [], seeds)
     if dry_run:
         machine = Machine(f"{peak:g} TFLOP/s, {utilisation:.0%} of it", peak * 1e12, utilisation)
         found = costs(plan, machine)
@@ -85,6 +86,7 @@ def reproduce(
 
 
 def _budget(plan: Reproduction, found: list[Cost], machine: str) -> str:
+    from normsmith.report.table import duration
     from normsmith.surgery.table import text_table
 
     rows = [
@@ -96,17 +98,21 @@ def _budget(plan: Reproduction, found: list[Cost], machine: str) -> str:
             f"{c.each.tokens / 1e6:,.1f}",
             f"{c.each.flops:.2e}",
             f"{c.each.memory / 1e9:.1f}",
-            f"{c.each.hours:,.1f}" if c.each.hours >= 0.1 else f"{c.each.hours:.1e}",
+            duration(3600 * c.each.hours),
         )
         for c in found
     ]
-    heads = ("study", "arm", "runs", "M parameters", "M tokens", "FLOPs", "GB per process", "hours")
+    heads = ("study", "arm", "runs", "M parameters", "M tokens", "FLOPs", "GB per process", "time")
     lines = [f"{plan.title} ({plan.source}), scale {plan.scale}", "", text_table(heads, rows), ""]
     hours = sum(c.runs * c.each.hours for c in found)
     runs = sum(c.runs for c in found)
-    lines.append(f"{runs} runs, {hours:,.4g} accelerator hours in all ({machine}); the table says what one run costs")
+    lines.append(
+        f"{runs} runs, {duration(3600 * hours)} of accelerators in all ({machine}); the table says what one run costs"
+    )
     downloads = {c.download.name: c.download.gigabytes for c in found if c.download is not None}
     lines += [f"to download: {name}, about {size:g} GB" for name, size in downloads.items()]
+    own = {name: source for name, study in plan.studies.items() if (source := study.own_files)}
+    lines += [f"{name} reads your files: {source}" for name, source in own.items()]
     shared = {c.study: c.processes for c in found if c.processes > 1}
     lines += [f"{study}: each run is shared by {n} processes (torchrun)" for study, n in shared.items()]
     return "\n".join(lines)

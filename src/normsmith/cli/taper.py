@@ -24,7 +24,9 @@ def taper(
     method: Annotated[
         str, typer.Option("--method", help="`taper`, or `fakeln`: norms become constants one by one.")
     ] = "taper",
-    placement: Annotated[str, typer.Option("--placement", help="`internal`, `final` or `all` norms.")] = "internal",
+    placement: Annotated[
+        str, typer.Option("--placement", help="`internal`, `all` or, with taper, `final` norms.")
+    ] = "internal",
     order: Annotated[
         str, typer.Option("--order", help="`together`, or `audit`: one by one, easiest first.")
     ] = "together",

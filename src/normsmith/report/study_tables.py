@@ -263,7 +263,8 @@ def _run_row(account: Account, run: RunAccount) -> tuple[Entry, ...]:
         figure(outcome.extra.get(f"test_{outcome.metric}")),
         figure(outcome.seconds, text=None if outcome.seconds is None else duration(outcome.seconds)),
         words(run.note),
-        Entry(account.command(run), account.command(run), code=True),
+        # A recipe that is not the study's would repeat something else.
+        words(NOTHING) if outcome.state == "refused" else Entry(account.command(run), account.command(run), code=True),
     )
 
 

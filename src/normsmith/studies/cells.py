@@ -69,7 +69,9 @@ def read_cell(study: Study | KnownStudy, cell: Cell | KnownCell) -> Outcome:
     if not (folder / RESULT).exists():
         return Outcome(cell, "open")
     if recipe is None or facts is None:
-        return Outcome(cell, "refused", "recipe.yaml or environment.json is missing beside its result")
+        return Outcome(
+            cell, "refused", "recipe.yaml or environment.json is missing or cannot be read beside its result"
+        )
     return _finished(study, cell)
 
 

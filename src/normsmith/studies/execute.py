@@ -61,8 +61,11 @@ class StudyProgress:
     def ended(self, cell: Cell) -> None:
         """A run has its result, or has failed."""
         outcome = read_cell(self.study, cell)
-        loss = outcome.validation_loss
-        said = outcome.note if loss is None else f"validation {loss:.4f}"
+        named = f"validation_{outcome.metric}"
+        value, what = outcome.extra.get(named), f"validation {outcome.metric}"
+        if value is None:
+            value, what = outcome.validation_loss, "validation loss"
+        said = outcome.note if value is None else f"{what} {value:.4f}"
         self.reporter.say(f"{cell.label}: {outcome.state}  {said}")
         self._end(cell)
         self._show(cell.label)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy import stats
 
@@ -40,6 +42,23 @@ class ItemComparison(Config):
     p: float | None
     p_adjusted: float | None
     outcome: Outcome
+
+
+def check_comparable(earlier: Evaluation, tasks: Sequence[str], limit: int | None) -> None:
+    """Whether an evaluation of these benchmarks could be paired with an earlier one, before it is made.
+
+    Raises:
+        InputError: another limit, or no benchmark in common.
+    """
+    before = earlier.settings.get("limit")
+    if before != limit:
+        how = "without --limit" if before is None else f"with --limit {before}"
+        raise InputError(f"{earlier.model} was evaluated {how}: evaluate this model on the same items, {how}")
+    if not set(tasks) & set(earlier.items):
+        raise InputError(
+            f"{earlier.model} was evaluated on {', '.join(earlier.items) or 'nothing'}, nothing of which is in "
+            f"{', '.join(tasks)}"
+        )
 
 
 def pair_items(first: Evaluation, second: Evaluation) -> list[ItemComparison]:

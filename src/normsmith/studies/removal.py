@@ -146,7 +146,8 @@ def _train(
     arguments = training.arguments(Path("unused"), config.seed)
     arguments.save_strategy = "no"
     windows = PackedWindows(data.train, config.data.sequence_length, config.seed, training.sequences)
-    callbacks = [ProgressCallback(reporter, name)]
+    what = "loss" if teacher is None else "KL to the control" if config.distill == 1 else "loss with KL to the control"
+    callbacks = [ProgressCallback(reporter, name, what)]
     trainer = Trainer(
         model,
         arguments,

@@ -32,7 +32,7 @@ from normsmith.studies.study import Plan, Study, make_study, plan_study, read_sw
 from normsmith.training import Reporter
 
 _ROUNDS = 9  # of the decoding benchmark
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "local", "small", "paper")
 _FOLDER = Path(str(resources.files("normsmith.studies") / "reproduce"))
 
 
@@ -74,6 +74,13 @@ class StudyPlan(Config):
             raise ValueError(f"decode names {self.decode!r}, which is not among the arms")
 
     @property
+    def own_files(self) -> str | None:
+        """The source, where it is neither built in nor fetched: then it is the user's own."""
+        data = self.recipe.data
+        built_in = type(data).model_fields["source"].default
+        return None if self.download is not None or data.source == built_in else data.source
+
+    @property
     def swept(self) -> dict[str, tuple[str, ...]]:
         """The sweep with values as text, checked."""
         return read_sweep([f"{key}={','.join(map(str, values))}" for key, values in self.sweep.items()])
@@ -96,7 +103,7 @@ class Reproduction(Config):
     """A paper at one scale. `source` names the paper; `studies` maps a folder's name to a comparison."""
 
     paper: str
-    scale: Literal["smoke", "small", "paper"]
+    scale: Literal["smoke", "local", "small", "paper"]
     title: str
     source: str
     studies: dict[str, StudyPlan] = Field(min_length=1)
@@ -107,18 +114,40 @@ def papers() -> list[str]:
     return sorted({path.stem.rpartition("-")[0] for path in _FOLDER.glob("*-smoke.yaml")})
 
 
-def find_reproduction(paper: str, scale: str) -> Reproduction:
+def find_reproduction(paper: str, scale: str, data: Path | None = None) -> Reproduction:
     """The built-in reproduction of a paper at a scale.
+
+    Args:
+        paper: one of `papers()`.
+        scale: one of `SCALES`.
+        data: the folder with the files that the scale `local` reads, whose plans name them relative to it.
 
     Raises:
         UnknownNameError: no such paper or scale.
+        InputError: `local` without a folder, a folder without one of the files, or a folder for another scale.
     """
     if paper not in papers():
         raise UnknownNameError("paper", paper, papers())
     if scale not in SCALES:
         raise UnknownNameError("scale", scale, SCALES)
     mapping: dict[str, Any] = {"paper": paper, "scale": scale, **read_mapping(_FOLDER / f"{paper}-{scale}.yaml")}
+    if scale == "local":
+        _give_sources(mapping["studies"], data)
+    elif data is not None:
+        raise InputError(f"--data {data}: only --scale local reads files of a folder; the scale is {scale!r}")
     return Reproduction(**mapping)
+
+
+def _give_sources(plans: dict[str, Any], folder: Path | None) -> None:
+    sources = [plan["recipe"]["data"]["source"] for plan in plans.values()]
+    if folder is None:
+        raise InputError(f"--scale local needs --data DIR, a folder with {', '.join(sources)}")
+    if missing := [source for source in sources if not (folder / source).exists()]:
+        raise InputError(
+            f"{folder}: no {' and no '.join(missing)} in it; --scale local reads {', '.join(sources)} from --data"
+        )
+    for plan in plans.values():
+        plan["recipe"]["data"]["source"] = str(folder / plan["recipe"]["data"]["source"])
 
 
 @dataclass(frozen=True)

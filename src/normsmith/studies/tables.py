@@ -76,13 +76,7 @@ def notes(comparison: Comparison, runs: bool = True) -> list[str]:
     """What a reader must know to believe the table, or not to; with `runs` also each run that does not count."""
     pairs = sorted({row.paired.pairs for row in comparison.arms if row.paired is not None})
     measure = comparison.measure
-    unit = f" in {measure.unit}" if measure.unit else ""
-    said = [
-        f"Means over seeds of the {measure.title}{unit} ({measure.better} is better) with 95 % t intervals; "
-        "differences to the first arm, paired by seed: same initial weights, batches and budget.",
-        "Verdicts rest on the paired t test, corrected over the arms by Holm's method, at 0.05; a t test takes the "
-        "differences for normally distributed.",
-    ]
+    said = _meaning(comparison)
     if pairs and pairs[-1] > 1:
         smallest = 2.0 ** (1 - pairs[-1])
         exact = "exact" if pairs[-1] <= EXACT_PAIRS else "from random signs"
@@ -109,6 +103,22 @@ def notes(comparison: Comparison, runs: bool = True) -> list[str]:
         for run in lost
     ]
     return said
+
+
+def _meaning(comparison: Comparison) -> list[str]:
+    measure = comparison.measure
+    what = f"{measure.title}{f' in {measure.unit}' if measure.unit else ''} ({measure.better} is better)"
+    if len(comparison.seeds) == 1:
+        return [
+            f"The {what} of one seed: without a second there is no interval, no test and no verdict; the same command "
+            "with more --seeds adds them."
+        ]
+    return [
+        f"Means over seeds of the {what} with 95 % t intervals; differences to the first arm, paired by seed: same "
+        "initial weights, batches and budget.",
+        "Verdicts rest on the paired t test, corrected over the arms by Holm's method, at 0.05; a t test takes the "
+        "differences for normally distributed.",
+    ]
 
 
 def _needed(row: ArmRow) -> str:

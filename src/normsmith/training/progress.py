@@ -102,10 +102,10 @@ class Task:
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a Trainer's run as one task of a reporter."""
+    """Shows a Trainer's run as one task of a reporter; `loss` is what its training loss is called there."""
 
-    def __init__(self, reporter: Reporter, description: str) -> None:
-        self.reporter, self.description = reporter, description
+    def __init__(self, reporter: Reporter, description: str, loss: str = "loss") -> None:
+        self.reporter, self.description, self.loss = reporter, description, loss
         self._task: Task | None = None
         self._note = ""
 
@@ -137,7 +137,7 @@ class ProgressCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Remember the newest numbers as the note beside the bar."""
-        shown = {"loss": "loss", "gate": "gate", "eval_loss": "validation"}
+        shown = {"loss": self.loss, "gate": "gate", "eval_loss": "validation"}
         parts = [f"{shown[key]} {logs[key]:.3f}" for key in shown if logs and key in logs]
         if parts:
             self._note = ", ".join(parts)
