@@ -22,7 +22,9 @@ SCRIPT = Path(sys.executable).parent / "normsmith"
 
 
 @pytest.mark.parametrize(
-    "verb", [[], *([v] for v in VERBS), *(["bench", b] for b in ("decode", "ops", "step", "import"))], ids=" ".join
+    "verb",
+    [[], *([v] for v in VERBS), *(["bench", b] for b in ("decode", "ops", "step", "depth", "import"))],
+    ids=" ".join,
 )
 def test_help_shows_an_example(verb: list[str]) -> None:
     result = normsmith(*verb, "--help")

@@ -64,7 +64,7 @@ def test_decode_of_several_batches_with_a_static_cache_and_without() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--batch", "1,x"), "--batch '1,x': write one or several numbers of sequences"),
+        (("--batch", "1,x"), "--batch '1,x': write one or several numbers, as 1,4,16"),
         (("--batch", "0"), "--batch '0': write"),
         (("--batch", "2,2"), "--batch '2,2': write"),
         (("--cache", "big"), "cache 'big': write dynamic, static or none"),
@@ -103,3 +103,16 @@ def test_step_of_an_unknown_arm() -> None:
     result = normsmith("bench", "step", "--arms", "pre,spere")
     assert result.code == 2
     assert "arm 'spere': unknown name 'spere'" in result.err
+
+
+def test_depth_in_a_table_and_as_json() -> None:
+    small = ("--layers", "1,3", "--width", "16", "--length", "8", "--batch", "1", "--rounds", "1")
+    result = normsmith("bench", "depth", "--arm", "sphere:p=2", *small)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[0].startswith("layers  ms")
+    rows = json.loads(normsmith("bench", "depth", *small, "--json").out)
+    assert [row["layers"] for row in rows] == [1, 3]
+    assert rows[0]["per_layer"] is None
+    assert rows[1]["drift"] < 1e-5
+    for layers, message in (("6", "depths 6: at least two"), ("a", "--layers 'a': write one or several numbers")):
+        assert message in normsmith("bench", "depth", "--layers", layers).err

@@ -1,6 +1,7 @@
 """Benchmarks: a correctness gate first, then ratios within one run."""
 
 from normsmith.bench.decode import Decoder, DecodeSpeed, bench_decode, check_agreement, greedy_decode
+from normsmith.bench.depth import DepthCost, bench_depth
 from normsmith.bench.family import LABELS, decode_family, with_fused_norms
 from normsmith.bench.imports import bench_import
 from normsmith.bench.ops import bench_sphere_update
@@ -12,8 +13,10 @@ __all__ = [
     "LABELS",
     "DecodeSpeed",
     "Decoder",
+    "DepthCost",
     "Timing",
     "bench_decode",
+    "bench_depth",
     "bench_import",
     "bench_removal",
     "bench_sphere_update",

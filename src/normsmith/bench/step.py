@@ -57,7 +57,7 @@ def bench_training_step(
     for arm, recipe in recipes.items():
         model, controller = build_scheduled(recipe, _VOCABULARY)
         if not isinstance(controller, TaperController):
-            cases[arm] = _case(model, controller, ids, compiled)
+            cases[arm] = step_case(model, controller, ids, compiled)
             continue
         start, end = controller.config.span(_STEPS)
         phases = {"warm-up": 1, "tapering": (start + end) // 2, "after": _STEPS - 1}
@@ -65,11 +65,14 @@ def bench_training_step(
             model, controller = build_scheduled(recipe, _VOCABULARY)
             assert controller is not None
             controller.load_state_dict({**controller.state_dict(), "completed": int(completed)})
-            cases[f"{arm}, {phase}"] = _case(model, controller, ids, compiled)
+            cases[f"{arm}, {phase}"] = step_case(model, controller, ids, compiled)
     return interleave(cases, rounds, warmup=3, tick=tick)
 
 
-def _case(model: nn.Module, controller: Controller | None, ids: torch.Tensor, compiled: bool) -> Callable[[], float]:
+def step_case(
+    model: nn.Module, controller: Controller | None, ids: torch.Tensor, compiled: bool
+) -> Callable[[], float]:
+    """A function that trains the model for one step and returns its seconds."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run: Callable[..., Any] = torch.compile(model) if compiled else model

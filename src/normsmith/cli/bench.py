@@ -56,7 +56,7 @@ def decode(
     from normsmith.models import NormsmithForCausalLM, preset_config
     from normsmith.training import Reporter
 
-    batches = _numbers(batch)
+    batches = _numbers("--batch", batch)
     torch.manual_seed(0)
     if model is None:
         sizes = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "initializer_range": 0.08}
@@ -91,13 +91,13 @@ def decode(
     emit([{**dataclasses.asdict(s), "batch": size, **how} for size, rows in found.items() for s in rows], as_json, text)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-        raise InputError(f"--batch {text!r}: write one or several numbers of sequences, as 1,4,16")
+        raise InputError(f"{option} {text!r}: write one or several numbers, as 1,4,16")
     return numbers
 
 
@@ -143,6 +143,45 @@ def step(
 
     chosen = split_arms(arms or ["pre,proj,geo"])
     _show(bench_training_step(chosen, width, layers, batch, length, rounds, not eager), as_json)
+
+
+@app.command()
+def depth(
+    arm: Annotated[str, typer.Option("--arm", help="What is built, as in `normsmith compare`.")] = "proj",
+    layers: Annotated[str, typer.Option("--layers", help="Numbers of blocks, growing.")] = "6,12,24,48,96",
+    width: Annotated[int, typer.Option("--width", min=4, help="Width of the model.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences per step.")] = 4,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")] = 64,
+    rounds: Rounds = 9,
+    as_json: JsonFlag = False,
+) -> None:
+    """Training steps of ever deeper models: time and memory that each block adds, drift of the stream's length.
+
+    Example: normsmith bench depth --arm sphere:p=2
+    """
+    from normsmith.bench import bench_depth
+
+    found = bench_depth(arm, _numbers("--layers", layers), width, batch, length, rounds)
+
+    def text() -> str:
+        from normsmith.surgery.table import text_table
+
+        heads = ("layers", "ms", "ms per further layer", "kB kept", "kB per further layer", "drift", "drift, bf16")
+        rows = [
+            (
+                str(f.layers),
+                f"{1e3 * f.seconds:.1f}",
+                "–" if f.per_layer is None else f"{1e3 * f.per_layer:.2f}",
+                f"{f.saved / 1e3:,.0f}",
+                "–" if f.saved_per_layer is None else f"{f.saved_per_layer / 1e3:,.0f}",
+                f"{f.drift:.1e}",
+                f"{f.drift_bf16:.1e}",
+            )
+            for f in found
+        ]
+        return text_table(heads, rows)
+
+    emit([dataclasses.asdict(f) for f in found], as_json, text)
 
 
 @app.command(name="import")
