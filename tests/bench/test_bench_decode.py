@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normsmith.bench import (
+    DecodeSpeed,
     bench_decode,
     bench_sphere_update,
     bench_training_step,
@@ -213,6 +214,11 @@ def test_speeds_are_tokens_per_second_relative_to_the_first(monkeypatch: pytest.
     assert [s.ratio for s in speeds] == pytest.approx([1, 2, 4])
     assert all(s.low == pytest.approx(s.high) == pytest.approx(s.median) for s in speeds)
     assert ticks == [1, 2, 3]
+
+
+def test_ratios_are_taken_within_rounds_so_that_a_slow_hour_hits_all_alike() -> None:
+    slow, fast = (DecodeSpeed("x", 0, 0, 0, 0, seconds) for seconds in ((1.0, 8.0, 8.0), (0.5, 2.0, 1.0)))
+    assert fast.relative_to(slow) == 4  # 2, 4, 8, where the medians' quotient is 8
 
 
 def test_a_real_measurement_is_consistent() -> None:

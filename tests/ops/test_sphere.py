@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_gradients(p: float, rescale: bool) -> None:
         h[4] *= 1.01  # off the sphere
     s, r = step(0.7).requires_grad_(), r64.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda *a: sphere_update(*a, p, rescale), (h, out, s, r))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 4.0, math.inf])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_derivatives_of_gradients(p: float, rescale: bool) -> None:
+    h, out = on_sphere(3).requires_grad_(), torch.randn(3, D, dtype=torch.float64).requires_grad_()
+    s, r = step(0.7).requires_grad_(), r64.clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda *a: sphere_update(*a, p, rescale), (h, out, s, r))
+    assert torch.autograd.gradgradcheck(lambda h: sphere_update(h, out.detach(), s.detach(), r64, p, rescale), (h,))
 
 
 def test_p1_is_the_normalised_sum() -> None:
@@ -229,3 +239,42 @@ def test_entry_lands_on_the_sphere_and_is_finite_at_zero() -> None:
     h.square().mean().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def kept(function: Any, *arguments: Tensor) -> int:
+    """Bytes that the forward pass keeps for the backward pass beside its leaves, every storage once."""
+    own = {t.untyped_storage().data_ptr() for t in arguments}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*arguments)
+    del result
+    return sum(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [1.0, 2.0])
+@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")  # when inductor is imported
+def test_compiled_sublayers_keep_no_more_than_with_layer_norm(p: float) -> None:
+    h, weight = torch.randn(64, D, requires_grad=True), torch.randn(D, D, requires_grad=True)
+    s, gain = torch.tensor(0.5, requires_grad=True), torch.ones(D, requires_grad=True)
+    radius = torch.tensor(RADIUS)
+
+    def sphere(h: Tensor, weight: Tensor, s: Tensor) -> Tensor:
+        for _ in range(4):
+            h = sphere_update(h, h @ weight, s, radius, p)
+        return h @ weight
+
+    def post(h: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
+        for _ in range(4):
+            h = torch.nn.functional.layer_norm(h + h @ weight, (D,), gain)
+        return h @ weight
+
+    ours, theirs = kept(torch.compile(sphere), h, weight, s), kept(torch.compile(post), h, weight, gain)
+    assert 0 < ours <= theirs

@@ -111,6 +111,33 @@ def test_a_worker_that_always_dies_is_a_failed_run(work: Path) -> None:
     assert sum(r["state"] == "finished" for r in found.values()) == 3
 
 
+# Ray counts accelerators without looking at them, so a cluster that says it has one is enough here.
+ONE_ACCELERATOR = """
+import sys
+import ray
+from normsmith.cli import main
+ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "at_once"), [("0.5", 2), ("1", 1)])
+def test_runs_share_an_accelerator_by_fractions(share: str, at_once: int, work: Path) -> None:
+    name = f"share{share}"
+    environment = {**os.environ, "NORMSMITH_CACHE": str(work / "cache"), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", ONE_ACCELERATOR, *STUDY, "-o", name]
+    options = ["--executor", "ray", "--jobs", "2", "--gpus", share]
+    process = subprocess.Popen([*command, *options], cwd=work, env=environment, stderr=subprocess.DEVNULL)
+    most = 0
+    while process.poll() is None:
+        most = max(most, len(list((work / name).glob("*/.*.lock"))))
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert table(work / name) == table(work / "plain")
+    assert most == at_once
+
+
 @pytest.mark.slow
 def test_no_cluster_at_that_address_and_a_run_that_never_fits(work: Path) -> None:
     done = run(work, *STUDY, "-o", "none", "--executor", "ray", "--address", "127.0.0.1:1")

@@ -21,13 +21,22 @@ CacheKind = Literal["dynamic", "static", "none"]
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Tokens per second of one model: median and quartiles over rounds; ratio of its median to the first one."""
+    """Tokens per second of one model: median and quartiles over rounds.
+
+    `ratio` is its speed relative to the first model's, the median over the rounds: a machine that slows down for some
+    time does so for both. `seconds` are the rounds themselves.
+    """
 
     name: str
     median: float
     low: float
     high: float
     ratio: float
+    seconds: tuple[float, ...]
+
+    def relative_to(self, other: DecodeSpeed) -> float:
+        """Speed relative to another model measured in the same rounds."""
+        return Timing(other.seconds).relative_to(Timing(self.seconds))
 
 
 class Decoder:
@@ -152,8 +161,8 @@ def bench_decode(
 
     def speed(name: str, timing: Timing) -> DecodeSpeed:
         fast, slow = timing.quartiles
-        ratio = reference.median / timing.median
-        return DecodeSpeed(name, produced / timing.median, produced / slow, produced / fast, ratio)
+        speeds = produced / timing.median, produced / slow, produced / fast
+        return DecodeSpeed(name, *speeds, ratio=reference.relative_to(timing), seconds=timing.seconds)
 
     return [speed(name, timing) for name, timing in timings.items()]
 

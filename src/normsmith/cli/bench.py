@@ -82,9 +82,9 @@ def decode(
                 (LABELS[s.name], str(size), f"{s.median:.0f}", f"{s.low:.0f} – {s.high:.0f}", f"{s.ratio:.3f}")
                 for s in speeds
             ]
-            medians = {s.name: s.median for s in speeds}
+            measured = {s.name: s for s in speeds}
             at = f", batch {size}" if len(found) > 1 else ""
-            ceilings.append(f"folded / norm-free twin{at}: {medians['folded'] / medians['twin']:.3f}")
+            ceilings.append(f"folded / norm-free twin{at}: {measured['folded'].relative_to(measured['twin']):.3f}")
         return "\n".join([text_table(("model", "batch", "tokens/s", "quartiles", "ratio"), rows), *ceilings])
 
     how: dict[str, Any] = {"prompt": prompt, "new_tokens": new_tokens, "cache": cache, "compiled": compiled}

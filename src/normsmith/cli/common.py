@@ -16,6 +16,14 @@ from normsmith.ranks import rank, world_size
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
+MetricOption = Annotated[
+    str | None,
+    typer.Option("--metric", help="What decides: loss, or the task's metric by name [the metric, where it has one]."),
+]
+DifferenceOption = Annotated[
+    float,
+    typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (metric's unit)."),
+]
 
 # Typer brings its own copy of click, whose usage errors have no public name.
 _USAGE_ERROR: Any = typer.BadParameter.__base__

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from normsmith.cli.common import JsonFlag, emit
+from normsmith.cli.common import DifferenceOption, JsonFlag, MetricOption, emit
 from normsmith.cli.engines import AddressOption, EngineOption, GpusOption
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -32,16 +32,8 @@ def compare(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change one key for all arms: a.b=value (repeatable).")
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric", help="What decides: loss, or the task's metric by name [the metric, where it has one]."
-        ),
-    ] = None,
-    difference: Annotated[
-        float,
-        typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (metric's unit)."),
-    ] = 0.01,
+    metric: MetricOption = None,
+    difference: DifferenceOption = 0.01,
     retry: Annotated[
         bool, typer.Option("--retry", help="Try runs again that failed (not those that diverged).")
     ] = False,

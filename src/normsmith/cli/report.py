@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normsmith.cli.common import JsonFlag, emit
+from normsmith.cli.common import DifferenceOption, JsonFlag, MetricOption, emit
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -18,16 +18,8 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File: .html, .md or .csv [report.html in the first study].")
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric", help="What decides: loss, or the task's metric by name [the metric, where it has one]."
-        ),
-    ] = None,
-    difference: Annotated[
-        float,
-        typer.Option("--difference", min=1e-9, help="Say how many seeds it takes to see one as large (metric's unit)."),
-    ] = 0.01,
+    metric: MetricOption = None,
+    difference: DifferenceOption = 0.01,
     as_json: JsonFlag = False,
 ) -> None:
     """Write what one study or several show, from their folders alone: no model is loaded, nothing is trained.

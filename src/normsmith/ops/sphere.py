@@ -115,6 +115,13 @@ class _SphereUpdate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         h, out, s, r, *scalars = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A derivative of the gradient is asked for (create_graph): the formulas below would take what the forward
+            # pass kept for constants.
+            new = _sphere_update_plain(h, out, s, r, ctx.p, ctx.rescale)
+            inputs = [t for t, needed in zip((h, out, s, r), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(new, inputs, grad, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None
         if scalars:
             hh, kappa, pp = scalars
             tangent = torch.addcmul(out.to(h.dtype), h, kappa, value=-1)

@@ -135,12 +135,7 @@ class Account:
         if self.study.plan.sweep:
             ran += f", {len(self.study.points)} sweep points"
         ran += f": {done} of {_plural(total, 'run')} finished" if done < total else f", {_plural(total, 'run')}"
-        alike: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.verdict is not None:
-                alike.setdefault(row.verdict.text, []).append(row.arm)
-        said = "; ".join(f"{', '.join(arms)}: {text}" for text, arms in alike.items())
-        return f"{ran}. Against {self.rows[0].arm} ({self.comparison.metric}): {said}."
+        return f"{ran}. Against {self.rows[0].arm} ({self.comparison.metric}): {said_of(self.rows)}."
 
     @property
     def title(self) -> str:
@@ -171,6 +166,15 @@ def read_account(folder: Path, difference: float = 0.01, metric: str | None = No
         published=read_published(folder / PUBLISHED),
         decode=read_decode(folder / DECODE),
     )
+
+
+def said_of(rows: Sequence[ArmRow]) -> str:
+    """The verdicts, equal ones together: `dyt: worse by …; film, adanorm: no difference seen`."""
+    alike: dict[str, list[str]] = {}
+    for row in rows:
+        if row.verdict is not None:
+            alike.setdefault(row.verdict.text, []).append(row.arm)
+    return "; ".join(f"{', '.join(arms)}: {text}" for text, arms in alike.items())
 
 
 def _run(cell: KnownCell, outcome: Outcome) -> RunAccount:

@@ -64,7 +64,7 @@ class Arm(Config):
 
 
 class DecodeRow(Config):
-    """Decode speed of one model in tokens/s: median, quartiles `low` and `high`, and `ratio` to the first row's median.
+    """Decode speed of one model in tokens/s: median, quartiles `low` and `high`, and `ratio` to the first row.
 
     A row named like an arm appears in that arm's line of the result table.
     """

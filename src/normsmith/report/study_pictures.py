@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from normsmith.report.account import Account
+from normsmith.report.account import Account, said_of
 from normsmith.report.curves import Band, Curve, Steps, Values, band_of, thin, thin_band
 from normsmith.report.diagnostic_pictures import diagnostic_pictures
 from normsmith.report.drawing import Theme, shorten
@@ -70,7 +70,7 @@ def forest(account: Account) -> Picture | None:
         axes.set_xlabel(f"Difference in {metric} to {shorten(reference, 24)} ({unit}{better} is better)")
 
     told = "; ".join(f"{row.arm}: {_difference(row.paired)}" for row in rows)
-    finding = "; ".join(f"{row.arm}: {row.verdict.text}" for row in rows if row.verdict is not None) + "."
+    finding = f"{said_of(rows)}."
     note = (
         "Whiskers: 95 % t interval; thick line: 95 % bootstrap interval; filled: better or worse after Holm's "
         "correction; hollow: no such verdict."
