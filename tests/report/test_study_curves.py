@@ -14,6 +14,7 @@ import pytest
 
 from normsmith.report.account import read_account
 from normsmith.report.curves import Band, Curve, band_of, read_curves, split_key, thin, thin_band
+from normsmith.report.diagnostic_pictures import short_names
 from tests.report.synthetic import make
 
 
@@ -92,3 +93,13 @@ def test_two_hundred_runs_of_a_thousand_points_are_quick_and_small(tmp_path: Pat
     print(f"{time.perf_counter() - started:.1f} s by the clock, {done.stdout.strip()} s of the processor")  # noqa: T201
     assert float(done.stdout) < 10  # processor time: the tests' machine may be busy with other things
     assert output.stat().st_size < 5_000_000
+
+
+def test_places_are_called_by_what_tells_them_apart() -> None:
+    sites = [f"model.layers.{i}.{part}.norm" for i in (0, 10) for part in ("attention", "mlp")]
+    assert short_names([*sites, "model.norm"]) == ["0.attention", "0.mlp", "10.attention", "10.mlp", "norm"]
+    assert short_names(["h.0.ln_1", "h.0.ln_2", "ln_f"]) == ["0.ln_1", "0.ln_2", "ln_f"]
+    # Two stacks number their layers alike: the whole names tell them apart.
+    both = ["encoder.0.norm", "decoder.0.norm"]
+    assert short_names(both) == both
+    assert short_names(["early", "late"]) == ["early", "late"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +96,7 @@ def _over_time(account: Account, name: str) -> Picture | None:
                 label=shorten(arm),
             )
         axes.set_xlabel("Optimiser step")
-        axes.set_ylabel(shorten(title_of(name), 40))
+        axes.set_ylabel(_wrapped(title_of(name)))
 
     ends = {arm: (float(band.mean[0]), float(band.mean[-1])) for arm, band in bands.items()}
     told = "; ".join(f"{arm}: {first:.4g} → {last:.4g}" for arm, (first, last) in ends.items())
@@ -194,11 +196,10 @@ def _profile(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
             every = math.ceil(len(places) / 8)
-            axes.set_xticks(
-                range(0, len(places), every), [shorten(p, 16) for p in places[::every]], rotation=30, ha="right"
-            )
+            named = [shorten(place, 16) for place in short_names(places)[::every]]
+            axes.set_xticks(range(0, len(places), every), named, rotation=30, ha="right")
         axes.set_xlabel(x_label)
-        axes.set_ylabel(shorten(y_label, 40))
+        axes.set_ylabel(_wrapped(y_label))
 
     ends = {line.arm: (line.mean[0], line.mean[-1]) for line in lines}
     told = "; ".join(f"{line.arm}: from {min(line.mean):.4g} to {max(line.mean):.4g}" for line in lines)
@@ -206,6 +207,25 @@ def _profile(
     alt = f"{title} along {x_label.lower()}, mean over seeds, smallest and largest value. {told}."
     finding = "First and last: " + _spread(ends)
     return picture_of(name, (title, finding, note, alt), draw, len(lines))
+
+
+def _wrapped(label: str) -> str:
+    """In lines as long as an axis is high."""
+    return "\n".join(textwrap.wrap(shorten(label, 52), 27))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Module names from the number of their layer on, without a last part that all of these share; else as they are.
+
+    >>> short_names(["model.layers.0.attention.norm", "model.layers.0.mlp.norm", "model.norm"])
+    ['0.attention', '0.mlp', 'norm']
+    """
+    parts = [name.split(".") for name in names]
+    first = [next((i for i, part in enumerate(p) if part.isdigit()), len(p) - 1) for p in parts]
+    kept = [p[i:] for p, i in zip(parts, first, strict=True)]
+    last = {p[-1] for p in kept if len(p) > 1}
+    short = [".".join(p[:-1] if len(last) == 1 and len(p) > 2 else p) for p in kept]
+    return short if len(set(short)) == len(names) else list(names)
 
 
 def _id(name: str) -> str:
