@@ -313,8 +313,8 @@ def test_the_training_step_benchmark_runs(
     arms: tuple[str, ...], cases: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[nn.Module, Any]] = []
-    make = step._case
-    monkeypatch.setattr(step, "_case", lambda *args: made.append(args[:2]) or make(*args))
+    make = step.step_case
+    monkeypatch.setattr(step, "step_case", lambda *args: made.append(args[:2]) or make(*args))
     measured = bench_training_step(arms, width=24, layers=1, batch=1, sequence=4, rounds=2, compiled=False)
     assert list(measured) == cases
     assert all(min(t.seconds) > 0 for t in measured.values())

@@ -65,6 +65,10 @@ def test_derivatives_of_gradients(p: float, rescale: bool) -> None:
     s, r = step(0.7).requires_grad_(), r64.clone().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda *a: sphere_update(*a, p, rescale), (h, out, s, r))
     assert torch.autograd.gradgradcheck(lambda h: sphere_update(h, out.detach(), s.detach(), r64, p, rescale), (h,))
+    weight = torch.randn(D, D, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(
+        lambda h: sphere_update(h, (h @ weight).sin(), s.detach(), r64, p, rescale), (h,)
+    )
 
 
 def test_p1_is_the_normalised_sum() -> None:

@@ -117,7 +117,8 @@ class _SphereUpdate(torch.autograd.Function):
         h, out, s, r, *scalars = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A derivative of the gradient is asked for (create_graph): the formulas below would take what the forward
-            # pass kept for constants.
+            # pass kept for constants. Views, since F depends on h and ∂h must not count its path through F.
+            h, out, s, r = (t.view_as(t) for t in (h, out, s, r))
             new = _sphere_update_plain(h, out, s, r, ctx.p, ctx.rescale)
             inputs = [t for t, needed in zip((h, out, s, r), ctx.needs_input_grad, strict=False) if needed]
             found = iter(torch.autograd.grad(new, inputs, grad, create_graph=True))
