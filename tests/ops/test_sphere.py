@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from normsmith.bench.depth import kept_bytes
 from normsmith.connections import create_connection
 from normsmith.connections.sphere import SphereEntry
 from normsmith.ops.sphere import sphere_coefficients, sphere_update, sphere_update_reference
@@ -245,23 +245,6 @@ def test_entry_lands_on_the_sphere_and_is_finite_at_zero() -> None:
     assert x.grad.isfinite().all()
 
 
-def kept(function: Any, *arguments: Tensor) -> int:
-    """Bytes that the forward pass keeps for the backward pass beside its leaves, every storage once."""
-    own = {t.untyped_storage().data_ptr() for t in arguments}
-    found: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function(*arguments)
-    del result
-    return sum(found.values())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [1.0, 2.0])
 @pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")  # when inductor is imported
@@ -280,5 +263,6 @@ def test_compiled_sublayers_keep_no_more_than_with_layer_norm(p: float) -> None:
             h = torch.nn.functional.layer_norm(h + h @ weight, (D,), gain)
         return h @ weight
 
-    ours, theirs = kept(torch.compile(sphere), h, weight, s), kept(torch.compile(post), h, weight, gain)
+    ours = kept_bytes(lambda: torch.compile(sphere)(h, weight, s), (h, weight, s))
+    theirs = kept_bytes(lambda: torch.compile(post)(h, weight, gain), (h, weight, gain))
     assert 0 < ours <= theirs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,19 +108,24 @@ def _model(arm: str, depth: int, width: int) -> nn.Module:
 
 
 def saved_bytes(model: nn.Module, ids: Tensor) -> int:
-    """Bytes that one forward pass with its loss keeps for the backward pass, parameters not counted, views once."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Bytes that one forward pass with its loss keeps for the backward pass, parameters not counted."""
+    return kept_bytes(lambda: model(input_ids=ids, labels=ids).loss, model.parameters())
+
+
+def kept_bytes(forward: Callable[[], Any], own: Iterable[Tensor]) -> int:
+    """Bytes that `forward` keeps for the backward pass beside the tensors `own`; views of one storage count once."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss: Any = model(input_ids=ids, labels=ids).loss
-    del loss
+        result = forward()  # alive until all is counted, so that no address is used twice
+    del result
     return sum(kept.values())
 
 
