@@ -81,6 +81,22 @@ def test_the_test_split_is_reported_and_stability_says_what_diverged(swept: Path
     assert "Runs finished: 21 of 27 (6 diverged)." in html.text
 
 
+def test_a_sweep_is_shown_at_each_arms_best_and_at_the_recipes_own_point(swept: Path, tmp_path: Path) -> None:
+    losses = {
+        arm: [json.loads(path.read_text())["test_loss"] for path in sorted(swept.glob(f"{arm}/*=1e-2/*/result.json"))]
+        for arm in ("rmsnorm", "dyt")
+    }
+    html, text = page(swept), markdown(swept)
+    heading = "All arms at training.learning_rate=1e-2"
+    assert heading in html.text
+    section = text.partition(heading.replace("_", "\\_"))[2].partition("## ")[0]
+    for arm, values in losses.items():
+        assert values
+        assert f"{np.mean(values):.4f}" in next(line for line in section.splitlines() if line.startswith(f"| {arm} "))
+    elsewhere = make(tmp_path / "elsewhere", sweep={"training.learning_rate": ("1e-3", "1e-1")})
+    assert "All arms at" not in markdown(elsewhere)
+
+
 def test_a_diverged_run_of_the_point_shown_is_drawn_and_not_averaged(tmp_path: Path) -> None:
     folder = make(tmp_path / "st", diverge=lambda cell: (cell.arm, cell.seed) == ("dyt", 1))
     html = page(folder)

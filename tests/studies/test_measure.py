@@ -118,6 +118,7 @@ def test_the_point_is_chosen_on_validation_by_the_same_metric(tmp_path: Path) ->
     found = read_comparison(folder)
     assert [(row.point, row.mean) for row in found.arms] == [("training.clip=2", pytest.approx(0.8505))] * 2
     assert "the sweep point with the highest validation accuracy over its seeds" in markdown(found)
+    assert [(row.point, row.mean) for row in found.fixed] == [("training.clip=1", pytest.approx(0.9505))] * 2
     assert [row.point for row in read_comparison(folder, metric="loss").arms] == ["training.clip=3"] * 2
     picture = stability(read_account(folder))
     assert picture is not None

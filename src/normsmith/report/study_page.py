@@ -23,6 +23,7 @@ from normsmith.report.study_tables import (
     counted,
     decode_grid,
     differing_grid,
+    fixed_grid,
     further_grid,
     lost_runs,
     published_grid,
@@ -130,7 +131,7 @@ def _page(account: Account, prefix: str, pictures: bool) -> _Page:
     return _Page(
         account=account,
         prefix=prefix,
-        first=[result_grid(account)],
+        first=[result_grid(account), *([fixed] if (fixed := fixed_grid(account)) else [])],
         second=[grid for make in second if (grid := make(account)) is not None],
         arms=arms_grid(account),
         runs=runs_grid(account),
@@ -168,7 +169,7 @@ def markdown_report(accounts: Sequence[Account]) -> str:
 
 def _section(grid: Grid) -> str:
     note = f"\n{escaped(grid.note)}\n" if grid.note else ""
-    return f"## {grid.title}\n\n{markdown_lines(grid)}{note}"
+    return f"## {escaped(grid.title)}\n\n{markdown_lines(grid)}{note}"
 
 
 def _fenced(language: str, text: str) -> str:

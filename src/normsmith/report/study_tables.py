@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 from normsmith.report.account import Account, RunAccount, plain_name
@@ -16,12 +17,29 @@ from normsmith.studies.tables import seeds_text
 
 def result_grid(account: Account) -> Grid:
     """One line per arm: how many runs count, the metric, the difference to the reference, the verdict."""
-    metric = account.comparison.metric
     beside = _beside(account)
+    note = "Published figures were reported by others and measured by them; their sources are below." if beside else ""
+    return _results(account, account.rows, ("results", "Results", note), beside, swept=bool(account.comparison.sweep))
+
+
+def fixed_grid(account: Account) -> Grid | None:
+    """The same with every arm at the swept settings of the shared recipe; None where it has none of those swept."""
+    comparison = account.comparison
+    if not comparison.fixed:
+        return None
+    note = "Every arm at the swept settings that the shared recipe has, none at its own best."
+    named = ("fixed", f"All arms at {comparison.fixed_point}", note)
+    return _results(account, comparison.fixed, named, {}, swept=False)
+
+
+def _results(
+    account: Account, arms: Sequence[ArmRow], named: tuple[str, str, str], beside: dict[str, float], swept: bool
+) -> Grid:
+    metric = account.comparison.metric
     units = {p.unit for p in account.published if account.measure.is_called(plain_name(p.metric)) and p.unit}
     headings = [
         Heading("Arm", number=False),
-        *([Heading(_swept(account), number=False)] if account.comparison.sweep else []),
+        *([Heading(_swept(account), number=False)] if swept else []),
         Heading("Finished"),
         Heading("Diverged"),
         Heading("Failed"),
@@ -32,7 +50,7 @@ def result_grid(account: Account) -> Grid:
         Heading("Verdict", number=False),
     ]
     rows: list[tuple[Entry, ...]] = []
-    for row in account.rows:
+    for row in arms:
         counts, paired = row.counts, row.paired
         rest = counts.get("open", 0) + counts.get("refused", 0)
         # The numbers of a verdict stand in the column before it.
@@ -40,7 +58,7 @@ def result_grid(account: Account) -> Grid:
         rows.append(
             (
                 words(row.arm, row.arm, "" if row.mean is not None else _state(row)),
-                *([words(_point(account, row.point))] if account.comparison.sweep else []),
+                *([words(_point(account, row.point))] if swept else []),
                 figure(counts.get("finished", 0), "{:.0f}"),
                 _count(counts.get("diverged", 0)),
                 _count(counts.get("failed", 0)),
@@ -51,8 +69,8 @@ def result_grid(account: Account) -> Grid:
                 words(verdict),
             )
         )
-    note = "Published figures were reported by others and measured by them; their sources are below." if beside else ""
-    return without_empty(Grid("results", "Results", tuple(headings), tuple(rows), note))
+    name, title, note = named
+    return without_empty(Grid(name, title, tuple(headings), tuple(rows), note))
 
 
 def _swept(account: Account, best: str = "Best ") -> str:

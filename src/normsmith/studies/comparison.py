@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from normsmith.config import Config
+from normsmith.config import Config, apply_overrides
 from normsmith.errors import InputError
 from normsmith.studies.cells import Better, Outcome, read_cell
 from normsmith.studies.checked import KnownStudy, open_study
@@ -68,7 +68,8 @@ class Comparison(Config):
     """A whole study: the table, and under it every run.
 
     `metric` is what the arms are compared by (`validation loss`, `test accuracy` …), `better` and `unit` belong to it,
-    and `difference` is what `needed_seeds` is about.
+    and `difference` is what `needed_seeds` is about. `arms` has each arm at its own best sweep point, `fixed` all of
+    them at `fixed_point`, the one whose settings the shared recipe has (both empty where no point is).
     """
 
     study: str
@@ -81,6 +82,8 @@ class Comparison(Config):
     sweep: dict[str, tuple[str, ...]]
     arms: tuple[ArmRow, ...]
     runs: tuple[RunRow, ...]
+    fixed_point: str = ""
+    fixed: tuple[ArmRow, ...] = ()
 
     @property
     def measure(self) -> Measure:
@@ -136,7 +139,8 @@ def compare_outcomes(
 ) -> Comparison:
     """The table of what the runs of a study show."""
     chosen = {arm: _best_point(study, measure, arm, outcomes) for arm in study.plan.arms}
-    shown = {arm: [o for o in outcomes if (o.cell.arm, o.cell.point) == (arm, chosen[arm])] for arm in study.plan.arms}
+    fixed = _own_point(study)
+    everywhere = dict.fromkeys(study.plan.arms, fixed)
     return Comparison(
         study=study.folder.name,
         command=study.plan.command,
@@ -146,9 +150,22 @@ def compare_outcomes(
         difference=difference,
         seeds=study.plan.seeds,
         sweep=study.plan.sweep,
-        arms=tuple(_rows(study, measure, shown, chosen, difference)),
+        arms=tuple(_rows(study, measure, outcomes, chosen, difference)),
         runs=tuple(_run_row(o) for o in outcomes),
+        fixed_point=fixed,
+        fixed=tuple(_rows(study, measure, outcomes, everywhere, difference)) if fixed else (),
     )
+
+
+def _own_point(study: KnownStudy) -> str:
+    """The sweep point that changes nothing of the shared recipe; empty where there is none."""
+    base = study.plan.base
+    kept = (
+        point
+        for point, settings in study.points.items()
+        if settings and apply_overrides(base, [f"{key}={value}" for key, value in settings.items()]) == base
+    )
+    return next(kept, "")
 
 
 def _best_point(study: KnownStudy, measure: Measure, arm: str, outcomes: Sequence[Outcome]) -> str:
@@ -167,8 +184,9 @@ def _best_point(study: KnownStudy, measure: Measure, arm: str, outcomes: Sequenc
 
 
 def _rows(
-    study: KnownStudy, measure: Measure, shown: dict[str, list[Outcome]], chosen: dict[str, str], difference: float
+    study: KnownStudy, measure: Measure, outcomes: Sequence[Outcome], chosen: dict[str, str], difference: float
 ) -> list[ArmRow]:
+    shown = {arm: [o for o in outcomes if (o.cell.arm, o.cell.point) == (arm, chosen[arm])] for arm in study.plan.arms}
     values = {
         arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := measure.of(o)) is not None}
         for arm, found in shown.items()
