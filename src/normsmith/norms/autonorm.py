@@ -40,7 +40,8 @@ class AutoNormConfig(MixtureConfig):
         hard: one candidate per sample in training, with the straight-through gradient; else the soft sample.
         evaluation: weights in evaluation mode: `soft` (noise-free, the default), `argmax`, or `sampled` as in training.
         zero_init: start from an exactly equal mix, instead of PyTorch's initial values.
-        hidden: width of the selector's hidden layer; None for ⌊d/2⌋.
+        hidden: width of the selector's hidden layer; None for ⌊d/2⌋ where it reads the mean of a sequence, as published,
+            and ⌊d/8⌋ where it runs for every token: at ⌊d/2⌋ it would be a twelfth of the blocks' arithmetic.
         gate: `selector`, or `static` for weights that do not depend on the input (what `collapse_` makes of a gate that
             has settled on a mix); they are then in the buffer `static_weights`.
     """
@@ -60,6 +61,10 @@ class AutoNormConfig(MixtureConfig):
         super().check()
         if self.gate == "static" and self.tau_end is not None:
             raise ValueError("gate='static' has no temperature to change; leave tau_end out")
+
+    def hidden_width(self, width: int) -> int:
+        """Width of the hidden layer of a selector over `width` channels."""
+        return self.hidden or max(1, width // (2 if self.pool == "sequence" else 8))
 
 
 @norms.register("autonorm")
@@ -92,7 +97,7 @@ class AutoNorm(MixtureNorm):
 
     def __init__(self, width: int, config: NormConfig | None = None, **options: Any) -> None:
         super().__init__(width, config, **options)
-        count, hidden = len(self.candidates), self.config.hidden or max(1, width // 2)
+        count, hidden = len(self.candidates), self.config.hidden_width(width)
         fixed = self.config.gate == "static"
         if not fixed:
             self.selector_in = nn.Parameter(uniform_start((hidden, width)))
