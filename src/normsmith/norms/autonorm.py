@@ -40,8 +40,8 @@ class AutoNormConfig(MixtureConfig):
         hard: one candidate per sample in training, with the straight-through gradient; else the soft sample.
         evaluation: weights in evaluation mode: `soft` (noise-free, the default), `argmax`, or `sampled` as in training.
         zero_init: start from an exactly equal mix, instead of PyTorch's initial values.
-        hidden: width of the selector's hidden layer; None for ⌊d/2⌋ where it reads the mean of a sequence, as published,
-            and ⌊d/8⌋ where it runs for every token: at ⌊d/2⌋ it would be a twelfth of the blocks' arithmetic.
+        hidden: width of the selector's hidden layer; None: ⌊d/2⌋ where it reads the mean of a sequence, as published,
+            and ⌊d/8⌋ where it runs for every token, where ⌊d/2⌋ would be a twelfth of the blocks' arithmetic.
         gate: `selector`, or `static` for weights that do not depend on the input (what `collapse_` makes of a gate that
             has settled on a mix); they are then in the buffer `static_weights`.
     """
@@ -110,15 +110,6 @@ class AutoNorm(MixtureNorm):
             wide = name in ("static_weights", "weight_sum")
             value = 1 / count if name == "static_weights" else start.get(name, 0.0)
             self.register_buffer(name, torch.full((count,), value) if wide else torch.tensor(value))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> AutoNorm:
-        # `model.bfloat16()` must not round τ and the weights of a frozen gate: they follow the device, not the dtype.
-        kept = {name: getattr(self, name) for name in STATE}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            new = getattr(self, name)
-            setattr(self, name, new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device))
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""

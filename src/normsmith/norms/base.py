@@ -37,7 +37,8 @@ class Norm(nn.Module):
 
     `forward` keeps shape and dtype and computes statistics in float32. Parameters are called `alpha, gamma, beta`,
     never `weight` or `bias`, which a stock loader would silently read as those of a LayerNorm. Whatever a schedule
-    changes is a 0-dim tensor in a buffer, so that one compilation serves the whole training and checkpoints carry it.
+    changes is a 0-dim tensor in a buffer, so that one compilation serves the whole training and checkpoints carry it;
+    buffers keep their dtype when the model's changes.
     """
 
     kind: ClassVar[str]  # the registry name, set by registration
@@ -52,6 +53,15 @@ class Norm(nn.Module):
             raise InputError(f"{type(self).__name__}: width must be at least 1, got {width}")
         self.width = width
         self.config = type(self).Config(**{"kind": self.kind, **options}) if config is None else config
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # `model.bfloat16()` must not round gates, scales and sums: buffers follow the device, not the dtype.
+        kept = {name: old for name, old in self._buffers.items() if old is not None}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = cast("Tensor", self._buffers[name])
+            self._buffers[name] = new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device)
+        return self
 
     def reference(self, x: Tensor) -> Tensor:
         """The norm's formula in float64, written literally; `forward` is tested against it."""

@@ -82,15 +82,6 @@ class FakeNorm(Norm):
         for name, value in _FAKE_STATE.items():
             self.register_buffer(name, torch.tensor(value))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FakeNorm:
-        # `model.bfloat16()` must not round σ_avg and the sums: they follow the device, not the dtype.
-        kept = {name: getattr(self, name) for name in _FAKE_STATE}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            new = getattr(self, name)
-            setattr(self, name, new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device))
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
         if self.split and not self._hooked and not self._settled():

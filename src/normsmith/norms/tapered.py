@@ -61,15 +61,6 @@ class TaperedNorm(Norm):
         for name, value in _BUFFERS.items():
             self.register_buffer(name, torch.tensor(value))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> TaperedNorm:
-        # `model.bfloat16()` must not round the gate, c and the moments: they follow the device, not the dtype.
-        kept = {name: getattr(self, name) for name in _BUFFERS}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            new = getattr(self, name)
-            setattr(self, name, new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device))
-        return self
-
     def _state(self) -> TaperState:
         gate = self.gate if self.training else self.gate_eval
         return TaperState(
