@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from normsmith.cli import app
 from normsmith.errors import InputError, UnknownNameError
 from normsmith.report.account import read_account
+from normsmith.report.stability import stability
 from normsmith.report.study_page import write_study_report
-from normsmith.report.study_pictures import forest, stability
+from normsmith.report.study_pictures import forest
 from normsmith.studies.comparison import Comparison, read_comparison
 from normsmith.studies.library import find_recipe
 from normsmith.studies.study import Cell
