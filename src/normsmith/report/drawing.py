@@ -50,12 +50,16 @@ _THEMES = (
 _DARK_OF = {**DARK_OF, **{getattr(_THEMES[0], part): getattr(_THEMES[1], part) for part in _PARTS}}
 
 
-def render(draw: Callable[[Axes, Theme], None], legend: int, rows: int) -> tuple[str, str, int, int]:
+def render(
+    draw: Callable[[Axes, Theme], None], legend: int, rows: int, height: float | None = None
+) -> tuple[str, str, int, int]:
     """Return the light and the dark picture as data URIs, and width and height in CSS pixels.
 
-    `legend` is the number of entries in the legend (0: none), `rows` the number of horizontal bars (0: a line chart).
+    `legend` is the number of entries in the legend (0: none), `rows` the number of horizontal bars (0: a line chart);
+    the height follows from them unless it is given, in inches.
     """
-    height = 0.75 + 0.52 * rows if rows else 3.0 + 0.2 * math.ceil(legend / 2)
+    if height is None:
+        height = 0.75 + 0.52 * rows if rows else 3.0 + 0.2 * math.ceil(legend / 2)
     svg = _svg(draw, _THEMES[0], height, bool(legend))
     # The two differ in their colours only, and laying a picture out takes far longer than replacing these.
     dark = re.sub("#[0-9a-f]{6}", lambda found: _DARK_OF.get(found[0], found[0]), svg)

@@ -45,12 +45,17 @@ def pictures(results: Results) -> list[Picture]:
 
 
 def picture_of(
-    name: str, words: tuple[str, str, str, str], draw: Callable[[Axes, Theme], None], legend: int, rows: int = 0
+    name: str,
+    words: tuple[str, str, str, str],
+    draw: Callable[[Axes, Theme], None],
+    legend: int,
+    rows: int = 0,
+    height: float | None = None,
 ) -> Picture:
-    """Draw a picture; `words` are its title, finding, note and alternative text."""
+    """Draw a picture; `words` are its title, finding, note and alternative text, and the rest is as in `render`."""
     title, finding, note, alt = words
-    light, dark, width, height = render(draw, legend, rows)
-    return Picture(name, title, finding, note, alt, width, height, light, dark)
+    light, dark, width, pixels = render(draw, legend, rows, height)
+    return Picture(name, title, finding, note, alt, width, pixels, light, dark)
 
 
 def _series(arm: Arm, pick: Callable[[Point], float | None]) -> Series:
