@@ -221,3 +221,14 @@ def test_a_last_update_that_breaks_the_model_is_not_reported_as_done(work: Path)
     normsmith("train", "tiny.yaml", "-o", "out", *changes).refused("validation loss is not finite after step 2")
     assert not (work / "out/result.json").exists()
     assert not (work / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("verb", [("train",), ("compare", "--arms", "rmsnorm,layernorm", "--seeds", "1")])
+def test_a_recipe_that_would_not_fit_memory_is_refused_before_anything_is_made(
+    verb: tuple[str, ...], tmp_path: Path
+) -> None:
+    name, *options = verb
+    sizes = ("--set", "model.hidden_size=65536", "--set", "model.num_hidden_layers=96")
+    done = normsmith(name, "baseline-1m", *options, *sizes, "-o", str(tmp_path / "out"))
+    done.refused("needs about [0-9.]+ GB to train and there are [0-9.]+ GB: lower training.batch_size")
+    assert not (tmp_path / "out").exists()

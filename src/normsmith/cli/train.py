@@ -33,6 +33,7 @@ def train(
     """
     from normsmith import ranks
     from normsmith.studies import check_folder, run_recipe
+    from normsmith.studies.budget import check_memory
     from normsmith.studies.library import find_recipe
     from normsmith.studies.tasks import task_of
     from normsmith.training import Reporter
@@ -43,6 +44,7 @@ def train(
     loaded, shared = ranks.together(
         lambda: (find_recipe(recipe, changes or []), None if start is None else find_recipe(start))
     )
+    check_memory(loaded)
     folder = output or Path("runs") / loaded.name
     # Looked at before another process of the run could write to it.
     ranks.on_first(lambda: check_folder(folder, overwrite, resume))
