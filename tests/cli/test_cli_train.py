@@ -230,5 +230,5 @@ def test_a_recipe_that_would_not_fit_memory_is_refused_before_anything_is_made(
     name, *options = verb
     sizes = ("--set", "model.hidden_size=65536", "--set", "model.num_hidden_layers=96")
     done = normsmith(name, "baseline-1m", *options, *sizes, "-o", str(tmp_path / "out"))
-    done.refused("needs about [0-9.]+ GB to train and there are [0-9.]+ GB: lower training.batch_size")
+    done.refused("needs about [0-9.]+ GB to train and there are [0-9.]+ GB: its weights .* lower model.hidden_size")
     assert not (tmp_path / "out").exists()

@@ -43,7 +43,7 @@ def test_many_arms_get_a_panel_each(count: int, tmp_path: Path) -> None:
     found = picture(make(tmp_path / "s", arms, range(7), 4, sweep=rates, diverge=diverge))
     said = words(found)
     assert [word for word in said if word in ARMS] == list(arms)
-    assert "One panel for each arm" in found.note or count <= MOST_TOGETHER
+    assert ("One panel for each arm" in found.note) == (count > MOST_TOGETHER)
     assert said.count("7") == 1  # the runs of one arm that diverged, beside their cross
     # From the smallest value to the largest, whatever the order in which they were written.
     assert found.alt.index("learning_rate=1e-3") < found.alt.index("learning_rate=1e-2")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from normsmith.errors import InputError
-from normsmith.studies.budget import Machine, budget, check_memory
+from normsmith.studies.budget import Machine, budget, check_memory, check_study_memory
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.runner import build_model
 from normsmith.studies.tasks import known_facts
@@ -80,6 +80,11 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts() -> None:
     check_memory(recipe(), needed)
     with pytest.raises(InputError, match=r"'run' needs about .* GB .* there are .* lower training.batch_size"):
         check_memory(recipe(), needed - 1)
+    with pytest.raises(InputError, match=r"weights and what AdamW keeps .* lower model.hidden_size"):
+        check_memory(recipe(), 16.0 * budget(recipe()).parameters - 1)
     huge = recipe(training={"batch_size": 10**7})
     with pytest.raises(InputError, match="GB to train"):
         check_memory(huge)
+    swept = {"training.batch_size": ("4", str(10**7))}
+    with pytest.raises(InputError, match="'layernorm' needs about .* lower training.batch_size"):
+        check_study_memory(recipe(), ["layernorm"], swept)

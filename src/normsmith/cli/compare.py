@@ -66,12 +66,12 @@ def compare(
     from normsmith.data import load_data
     from normsmith.folders import check_folder
     from normsmith.studies.arms import split_arms
-    from normsmith.studies.budget import check_memory
+    from normsmith.studies.budget import check_study_memory
     from normsmith.studies.comparison import read_comparison
     from normsmith.studies.execute import StudyProgress, forget_failures
     from normsmith.studies.executors import make_executor
     from normsmith.studies.library import find_recipe
-    from normsmith.studies.study import Plan, Study, make_study, plan_study, read_seeds, read_sweep
+    from normsmith.studies.study import Plan, make_study, plan_study, read_seeds, read_sweep
     from normsmith.studies.tables import terminal, write_tables
     from normsmith.studies.tasks import check_metric
     from normsmith.training import Reporter
@@ -82,6 +82,8 @@ def compare(
     check_folder(folder, overwrite=False, resume=True)
     shared = plan_study(loaded, named, numbers, swept)
     check_metric(shared, metric)
+    if engine == "local":  # a cluster's machines have memories of their own
+        check_study_memory(shared, named, swept)
     with Reporter(quiet=as_json) as reporter:
         data = load_data(shared.data, reporter.say)
         plan = Plan(
@@ -93,10 +95,6 @@ def compare(
             seeds=numbers,
             sweep=swept,
         )
-        # A cluster's machines have memories of their own.
-        for cell in Study(folder, plan).cells if engine == "local" else ():
-            if cell.seed == numbers[0]:
-                check_memory(cell.recipe)
         study = make_study(folder, plan)
         if retry:
             forget_failures(study)

@@ -44,7 +44,7 @@ def train(
     loaded, shared = ranks.together(
         lambda: (find_recipe(recipe, changes or []), None if start is None else find_recipe(start))
     )
-    check_memory(loaded)
+    ranks.together(lambda: check_memory(loaded))
     folder = output or Path("runs") / loaded.name
     # Looked at before another process of the run could write to it.
     ranks.on_first(lambda: check_folder(folder, overwrite, resume))

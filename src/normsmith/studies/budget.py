@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from normsmith.errors import InputError
+from normsmith.studies.arms import arm_recipe, set_values
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.runner import build_model
+from normsmith.studies.study import sweep_points
 from normsmith.studies.tasks import known_facts
 
 
@@ -84,13 +87,31 @@ def check_memory(recipe: Recipe, available: float | None = None) -> None:
         InputError: with both numbers and what to change.
     """
     available = _memory() if available is None else available
-    needed = budget(recipe).memory
-    if needed > available:
-        raise InputError(
-            f"the recipe {recipe.name!r} needs about {needed / 1e9:.1f} GB to train and there are "
-            f"{available / 1e9:.1f} GB: lower training.batch_size (and raise training.gradient_accumulation), or write "
-            "training.activation_checkpointing: true"
-        )
+    cost = budget(recipe)
+    if cost.memory <= available:
+        return
+    remedy = (
+        "its weights and what AdamW keeps of them are more than that; lower model.hidden_size or "
+        "model.num_hidden_layers"
+        if 16.0 * cost.parameters > available
+        else "lower training.batch_size (and raise training.gradient_accumulation), or write "
+        "training.activation_checkpointing: true"
+    )
+    raise InputError(
+        f"the recipe {recipe.name!r} needs about {cost.memory / 1e9:.1f} GB to train and there are "
+        f"{available / 1e9:.1f} GB: {remedy}"
+    )
+
+
+def check_study_memory(shared: Recipe, arms: Sequence[str], sweep: dict[str, tuple[str, ...]]) -> None:
+    """Refuse a study of which one run at least would not fit; arguments as `plan_study` takes and gives them.
+
+    Raises:
+        InputError: as `check_memory`.
+    """
+    for arm in arms:
+        for settings in sweep_points(sweep).values():
+            check_memory(set_values(arm_recipe(shared, arm), settings).changed(name=arm))
 
 
 def _memory() -> float:

@@ -22,7 +22,7 @@ from normsmith.folders import prepare_folder
 from normsmith.report.attached import Published
 from normsmith.report.results import write_text
 from normsmith.studies.arms import arm_recipe
-from normsmith.studies.budget import Budget, Machine, budget, check_memory
+from normsmith.studies.budget import Budget, Machine, budget, check_study_memory
 from normsmith.studies.cells import read_cell
 from normsmith.studies.checkpoint import load_checkpoint
 from normsmith.studies.execute import Executor, StudyProgress
@@ -196,8 +196,7 @@ def run_reproduction(
     prepared: list[tuple[str, StudyPlan, Recipe]] = []
     for name, plan in reproduction.studies.items():
         shared = plan_study(plan.recipe, plan.arms, plan.seed_numbers, plan.swept)
-        for arm in plan.arms:
-            check_memory(arm_recipe(shared, arm))
+        check_study_memory(shared, plan.arms, plan.swept)
         if plan.processes > 1:
             raise InputError(
                 f"the study {name!r} shares a run among {plan.processes} processes: write its recipes with "

@@ -101,8 +101,7 @@ class Study:
     @cached_property
     def points(self) -> dict[str, dict[str, str]]:
         """Name of each sweep point → its settings; one point without a name where nothing is swept."""
-        chosen = itertools.product(*([(key, value) for value in values] for key, values in self.plan.sweep.items()))
-        return {",".join(f"{key}={value}" for key, value in pairs): dict(pairs) for pairs in chosen}
+        return sweep_points(self.plan.sweep)
 
     @cached_property
     def cells(self) -> list[Cell]:
@@ -121,6 +120,12 @@ class Study:
     def lock(self, cell: Cell) -> Lock:
         """The lock of one run; it lies beside the run's folder, which is then empty until the run begins."""
         return Lock(self.folder, cell.folder.with_name(f".{cell.seed}.lock"))
+
+
+def sweep_points(sweep: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
+    """Name of each combination of swept values → its settings; one without a name where nothing is swept."""
+    chosen = itertools.product(*([(key, value) for value in values] for key, values in sweep.items()))
+    return {",".join(f"{key}={value}" for key, value in pairs): dict(pairs) for pairs in chosen}
 
 
 def _folder_name(text: str) -> str:
