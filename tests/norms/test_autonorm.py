@@ -100,12 +100,13 @@ def test_zero_init_is_an_exactly_equal_mix() -> None:
 
 
 def test_the_selector_has_the_published_size_and_start() -> None:
-    norm = create_norm("autonorm", 128, pool="sequence")
+    norm = create_norm("autonorm", 128, pool="sequence", hidden=64)
     assert isinstance(norm, AutoNorm)
     assert sum(p.numel() for p in norm.selector_parameters()) == 8386
     for parameter, fan_in in zip(norm.selector_parameters(), (128, 128, 64, 64), strict=True):
         assert parameter.detach().abs().max() <= fan_in**-0.5
         assert parameter.numel() < 8 or parameter.detach().std() == pytest.approx((fan_in * 3) ** -0.5, rel=0.15)
+    assert create_norm("autonorm", 128, pool="sequence").selector_in.shape == (32, 128)
     assert create_norm("autonorm", 128).selector_in.shape == (16, 128)
     assert create_norm("autonorm", 4).selector_in.shape == (1, 4)
     assert create_norm("autonorm", 128, hidden=5).selector_in.shape == (5, 128)
