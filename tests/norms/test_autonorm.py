@@ -11,7 +11,13 @@ from torch import nn
 
 import normsmith as ns
 from normsmith.errors import InputError
-from normsmith.models import NormsmithForCausalLM, NormsmithModel, preset_config
+from normsmith.models import (
+    NormsmithForCausalLM,
+    NormsmithForImageClassification,
+    NormsmithModel,
+    NormsmithVisionConfig,
+    preset_config,
+)
 from normsmith.norms import create_norm, norm_config
 from normsmith.norms.autonorm import AutoNorm
 from normsmith.norms.layernorm import LayerNorm
@@ -294,3 +300,13 @@ def test_a_candidate_of_an_optimised_model_is_the_old_layernorm() -> None:
     assert dyt.beta is None, "options that are not given come from the old norm"
     assert isinstance(dyt.gamma, nn.Parameter)
     assert dyt.gamma is not old.gamma
+
+
+@pytest.mark.parametrize("pool", ["token", "sequence"])
+def test_the_gates_of_a_vision_transformer_add_few_parameters(pool: str) -> None:
+    sizes = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "image_size": 32, "patch_size": 4}
+    counts = [
+        NormsmithForImageClassification(NormsmithVisionConfig(**sizes, norm=norm)).num_parameters()
+        for norm in ({"kind": "layernorm"}, {"kind": "autonorm", "pool": pool})
+    ]
+    assert 0 < counts[1] - counts[0] <= 0.07 * counts[0]

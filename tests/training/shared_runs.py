@@ -41,7 +41,8 @@ def tapered(source: str, processes: int, training: dict[str, Any] | None = None)
 
 
 def ngpt(source: str, processes: int) -> Recipe:
-    return recipe(source, processes, {"max_steps": 3}, connection={"kind": "ngpt"})
+    training = {"max_steps": 3, "evaluate_every": 1, "keep": "best"}
+    return recipe(source, processes, training, connection={"kind": "ngpt"})
 
 
 def numbers(chosen: Recipe, folder: Path, **options: Any) -> dict[str, Any]:

@@ -33,9 +33,20 @@ from normsmith.studies.environment import environment
 from normsmith.studies.files import METRICS, RESULT
 from normsmith.studies.memory import PeakMemory
 from normsmith.studies.recipe import Recipe
-from normsmith.studies.tasks import Data, Parts, facts_of, give_moments_, judge, limited, new_model, parts_of, task_of
+from normsmith.studies.tasks import (
+    Data,
+    Parts,
+    badness,
+    facts_of,
+    give_moments_,
+    judge,
+    limited,
+    new_model,
+    parts_of,
+    task_of,
+)
 from normsmith.surgery import schedule_
-from normsmith.training import ProgressCallback, Reporter, Trainer, WeightAverage
+from normsmith.training import BestWeights, ProgressCallback, Reporter, Trainer, WeightAverage
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +166,7 @@ def run_recipe(
         return _last_complete(checkpoints) if resume else None
 
     parts, model, controller, arguments = ranks.together(prepare)
-    average = WeightAverage(model, training.weight_average) if training.weight_average else None
+    kept = _kept(recipe, model, parts)
     last = ranks.on_first(open_folder)
     watched = limited(parts.validation, 64 if parts.collate is None else 512)
     if ranks.world_size() > 1:
@@ -168,7 +179,7 @@ def run_recipe(
         eval_dataset=watched,
         data_collator=parts.collate,
         controller=controller,
-        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([average] if average else []), *extra],
+        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([kept] if kept else []), *extra],
     )
     started = time.monotonic()
     try:
@@ -179,8 +190,7 @@ def run_recipe(
         if ranks.rank() == 0:
             write_text(folder / METRICS, "".join(json.dumps(_strict(entry)) + "\n" for entry in history))
     seconds, memory = time.monotonic() - started, peak.read()
-    if average is not None:
-        average.apply_()
+    step = None if kept is None else kept.apply_()
     model.eval()
 
     def finish() -> dict[str, Any]:
@@ -192,6 +202,8 @@ def run_recipe(
         result["parameters"] = model.num_parameters()
         if memory is not None:
             result["peak_memory_bytes"] = memory
+        if step is not None:
+            result["kept_step"] = step
         if recipe.evaluation.diagnostics:
             panels, numbers = diagnose(model, controller, parts.validation, causal, reporter.say)
             write_panels(folder, panels)
@@ -224,6 +236,17 @@ def _even(examples: Dataset[Any], batch_size: int) -> tuple[Dataset[Any], int]:
     world, length = ranks.world_size(), len(examples)  # pyright: ignore[reportArgumentType] (ours have a length)
     each = max(1, length // world)
     return limited(examples, each * world), max(b for b in range(1, batch_size + 1) if each % b == 0)
+
+
+def _kept(recipe: Recipe, model: nn.Module, parts: Parts) -> WeightAverage | BestWeights | None:
+    """What keeps other weights than the last ones, where the recipe asks for it."""
+    training = recipe.training
+    if training.weight_average:
+        return WeightAverage(model, training.weight_average)
+    if training.keep == "last":
+        return None
+    start = 0 if recipe.schedule is None else recipe.schedule.span(training.max_steps)[1]
+    return BestWeights(model, lambda: ranks.on_first(lambda: badness(recipe, model, parts.validation)), start)
 
 
 def _judge(recipe: Recipe, model: nn.Module, parts: Parts) -> dict[str, TaskScore]:

@@ -167,6 +167,14 @@ def judge(recipe: Recipe, model: nn.Module, examples: Dataset[Any]) -> TaskScore
     return score(model, examples, metric, recipe.training.batch_size)
 
 
+def badness(recipe: Recipe, model: nn.Module, examples: Dataset[Any]) -> float:
+    """The number by which runs of the recipe are judged, turned over where higher is better."""
+    metric, found = task_of(recipe).metric, judge(recipe, model, examples)
+    if metric is None:
+        return found.loss
+    return found.metric if metric.better == "lower" else -found.metric
+
+
 def facts_of(data: Data) -> Facts:
     """What the data that were read tell the model."""
     return data.facts if isinstance(data, TaskData) else Facts(vocab_size=data.vocab_size)

@@ -3,6 +3,7 @@
 from normsmith.training.anchoring import AnchoringCallback
 from normsmith.training.arguments import TrainingConfig
 from normsmith.training.average import WeightAverage
+from normsmith.training.best import BestWeights
 from normsmith.training.callback import NormsmithCallback
 from normsmith.training.gates import GateSitesCallback
 from normsmith.training.optim import RebindReport, decayed_names, parameter_groups, rebind_optimizer_
@@ -11,6 +12,7 @@ from normsmith.training.trainer import Trainer
 
 __all__ = [
     "AnchoringCallback",
+    "BestWeights",
     "GateSitesCallback",
     "NormsmithCallback",
     "ProgressCallback",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -34,6 +34,8 @@ class TrainingConfig(Config):
         label_smoothing: share of every training label that is spread over all classes (images and sentences only).
         weight_average: decay of a moving average of the weights, which is what is evaluated and saved in the end; 0
             for none (see `WeightAverage`).
+        keep: which weights are evaluated and saved in the end: the `last`, or the `best` of all validations that
+            `evaluate_every` asks for and the end, by the task's metric (text: the loss); see `BestWeights`.
         bf16: bfloat16 autocast; parameters and residual stream stay float32.
         compile: `torch.compile` the model.
         activation_checkpointing: recompute activations in the backward pass.
@@ -55,6 +57,7 @@ class TrainingConfig(Config):
     clip: float = Field(default=1.0, ge=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     weight_average: float = Field(default=0.0, ge=0, lt=1)
+    keep: Literal["last", "best"] = "last"
     bf16: bool = False
     compile: bool = False
     activation_checkpointing: bool = False
@@ -64,7 +67,11 @@ class TrainingConfig(Config):
     report_to: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Every name in `report_to` must be an integration of transformers."""
+        """Names in `report_to` must be integrations of transformers; the best of several weights needs several."""
+        if self.keep == "best" and not self.evaluate_every:
+            raise ValueError("keep='best' chooses among the validations: write evaluate_every too, or keep: last")
+        if self.keep == "best" and self.weight_average:
+            raise ValueError("keep='best' and weight_average both say which weights are kept; leave one of them out")
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise UnknownNameError("report_to", name, INTEGRATION_TO_CALLBACK)
