@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,21 @@ def test_a_taper_of_an_image_classifier(tmp_path: Path) -> None:
     done = run(recipe, tmp_path / "run")
     assert done.controller is not None
     assert done.controller.progress()["gate"] == 0
+
+
+def test_gates_that_nothing_freezes_are_watched(tmp_path: Path) -> None:
+    changes = ["norm.kind=autonorm", "norm.tau_end=0.5", "evaluation.diagnostics=true", "training.evaluate_every=3"]
+    done = run(short("digits-vit", *changes), tmp_path / "run")
+    logged = [entry for entry in done.history if "loss" in entry]
+    assert len({entry["gate_entropy"] for entry in logged}) == 6
+    assert all(0 < entry["gate_entropy"] <= math.log(2) for entry in logged)
+    assert [entry["gate_frozen"] for entry in logged] == [0] * 6
+    assert logged[-1]["gate_tau"] == pytest.approx(0.5)
+    assert all(0 < entry["gate_tau"] < 1 for entry in logged)
+    assert any(name.startswith("site_entropy/") for name in done.history[-1])
+    panels = [panel["title"] for panel in json.loads((tmp_path / "run/diagnostics.json").read_text())]
+    assert "Gate weights by site" in panels
+    assert all(p.requires_grad for p in done.model.parameters())
 
 
 @pytest.mark.parametrize(

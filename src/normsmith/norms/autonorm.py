@@ -36,7 +36,8 @@ class AutoNormConfig(MixtureConfig):
         pool: what the gate sees: `token` (each token by itself, the default and the only safe one in causal models) or
             `sequence` (the mean over the sample's valid tokens at this site, as published).
         tau: temperature of the Gumbel-Softmax.
-        tau_end: temperature at the end of the run, reached geometrically under a gate-freeze schedule; None: constant.
+        tau_end: temperature at the end of the run, reached geometrically under a controller of the gates, which every
+            run of a recipe has; None: constant.
         hard: one candidate per sample in training, with the straight-through gradient; else the soft sample.
         evaluation: weights in evaluation mode: `soft` (noise-free, the default), `argmax`, or `sampled` as in training.
         zero_init: start from an exactly equal mix, instead of PyTorch's initial values.

@@ -39,11 +39,10 @@ class GateController(Controller):
         steps: optimiser steps of the run.
     """
 
-    stops_parameters = True
-
     def __init__(self, config: GateFreezeConfig, sites: Mapping[str, AutoNorm], steps: int | None = None) -> None:
         super().__init__(steps)
         self.config, self.sites = config, dict(sites)
+        self.stops_parameters = config.rule != "never"
         if steps is not None:
             config.span(steps)
         self.thresholds = [config.threshold(len(norm.candidates)) for norm in self.sites.values()]

@@ -27,7 +27,7 @@ from normsmith.models import NormsmithPreTrainedModel
 from normsmith.models.branch import Fresh
 from normsmith.models.config import initial_deviations
 from normsmith.report.results import write_text
-from normsmith.schedules import Controller
+from normsmith.schedules import Controller, GateFreezeConfig
 from normsmith.studies.diagnose import diagnose, watchers, write_panels
 from normsmith.studies.environment import environment
 from normsmith.studies.files import METRICS, RESULT
@@ -45,7 +45,8 @@ from normsmith.studies.tasks import (
     parts_of,
     task_of,
 )
-from normsmith.surgery import schedule_
+from normsmith.surgery import freeze_gates_, schedule_
+from normsmith.surgery.gates import gated_norms
 from normsmith.training import BestWeights, ProgressCallback, Reporter, Trainer, WeightAverage
 
 
@@ -156,6 +157,9 @@ def run_recipe(
 
     def prepare() -> tuple[Parts, NormsmithPreTrainedModel, Controller | None, TrainingArguments]:
         model, controller = build_scheduled(recipe, facts_of(data), start)
+        if controller is None and gated_norms(model):
+            # Gates that nothing freezes are watched all the same: entropy and weights are logged, τ goes to `tau_end`.
+            controller = freeze_gates_(model, GateFreezeConfig(rule="never"), steps=training.max_steps)
         give_moments_(model, data)
         arguments = training.arguments(checkpoints, recipe.seed)
         return parts_of(recipe, data), model, controller, arguments
