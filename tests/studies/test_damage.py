@@ -69,6 +69,22 @@ def test_a_damaged_run_is_marked_and_never_counted(
     assert f"2 of 3 (1 {state})" in markdown(found)
 
 
+def test_a_run_that_is_older_than_a_key_of_its_recipe(copied: Path) -> None:
+    whole = read_comparison(copied)
+    for path in copied.glob("*/*/recipe.yaml"):
+        text = path.read_text()
+        assert text.count("  keep: last\n") == text.count("  clip: 1.0\n") == 1
+        path.write_text(text.replace("  keep: last\n", "").replace("  clip: 1.0\n", ""))
+    (copied / ".recipes.json").unlink(missing_ok=True)
+    assert read_comparison(copied) == whole
+    assert (copied / ".recipes.json").is_file()
+    assert read_comparison(copied) == whole  # as remembered
+    path = copied / "layernorm/1/recipe.yaml"
+    path.write_text(path.read_text().replace("  learning_rate: 0.01\n", ""))
+    (copied / ".recipes.json").unlink()
+    assert read_comparison(copied).arms[1].counts == {"finished": 2, "refused": 1}
+
+
 def test_cut_and_illegible_metrics(copied: Path) -> None:
     path = copied / "rmsnorm/0/metrics.jsonl"
     lines = path.read_text().splitlines()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from normsmith.connections import connections
 from normsmith.connections.sphere import SphereConfig
@@ -42,6 +43,23 @@ EVERYTHING: dict[str, Any] = {
     "training": {"max_steps": 40, "report_to": ["tensorboard"], "bf16": True},
     "evaluation": {"windows": 3},
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (Recipe(**EVERYTHING).to_yaml(), True),
+        (yaml.safe_dump(EVERYTHING), True),
+        (yaml.safe_dump({**EVERYTHING, "seed": 8}), False),
+        (yaml.safe_dump({**EVERYTHING, "unknown": 1}), False),
+        (yaml.safe_dump({key: value for key, value in EVERYTHING.items() if key != "evaluation"}), False),
+        ("", False),
+        ("- 1", False),
+        ("a: [", False),
+    ],
+)
+def test_a_text_is_the_recipe_or_not(text: str, same: bool) -> None:
+    assert Recipe(**EVERYTHING).is_written_in(text) == same
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

@@ -23,17 +23,17 @@ from normsmith.report.results import write_text
 from normsmith.studies.files import CHECKED, PLAN, RECIPE
 
 if TYPE_CHECKING:
-    from normsmith.studies.study import Study
+    from normsmith.studies.study import Cell, Study
 
 
 class KnownCell(Config):
-    """One run: where it is, what its recipe.yaml hashes to, and the recipe whose initial weights it shares."""
+    """One run: where it is, what its recipe.yaml may hash to, and the recipe whose initial weights it shares."""
 
     arm: str
     point: str
     seed: int
     folder: Path
-    sha256: str
+    sha256: tuple[str, ...]
     start: Path
 
     @property
@@ -43,7 +43,7 @@ class KnownCell(Config):
 
     def fits(self, text: str) -> bool:
         """Whether a recipe.yaml is this run's."""
-        return _hash(text) == self.sha256
+        return _hash(text) in self.sha256
 
 
 class _Known(Config):
@@ -142,7 +142,7 @@ def _learn(study: Study, mapping: dict[str, Any]) -> _Known:
             point=cell.point,
             seed=cell.seed,
             folder=folders[cell.arm, cell.point, cell.seed],
-            sha256=_hash(cell.recipe_text),
+            sha256=_hashes(cell),
             start=folders[study.plan.arms[0], cell.point, cell.seed] / RECIPE,
         )
         for cell in study.cells
@@ -156,6 +156,15 @@ def _learn(study: Study, mapping: dict[str, Any]) -> _Known:
         cells=tuple(cells),
         changes={arm: differences(base, arm_recipe(study.plan.base, arm).to_dict()) for arm in study.plan.arms},
     )
+
+
+def _hashes(cell: Cell) -> tuple[str, ...]:
+    """Of the text that this version writes for the run, and of what is there if that is the same recipe."""
+    texts = [cell.recipe_text]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found = (cell.folder / RECIPE).read_text(encoding="utf-8")
+        texts += [found] if cell.fits(found) else []
+    return tuple(dict.fromkeys(_hash(text) for text in texts))
 
 
 def differences(old: Any, new: Any, path: str = "") -> dict[str, tuple[Any, Any]]:

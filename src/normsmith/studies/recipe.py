@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
+import yaml
 from pydantic import Field
 
 from normsmith.config import Config, apply_overrides, read_mapping
@@ -76,6 +77,15 @@ class Recipe(Config):
     def changed(self, **changes: Any) -> Recipe:
         """A new recipe with some top-level parts replaced."""
         return Recipe(**{**self.to_dict(), **changes})
+
+    def is_written_in(self, text: str) -> bool:
+        """Whether a recipe.yaml holds this recipe; one that is older than a key lacks it, and means its default."""
+        if text == self.to_yaml():
+            return True
+        try:
+            return Recipe(**yaml.safe_load(text)).to_yaml() == self.to_yaml()
+        except (yaml.YAMLError, InputError, TypeError):  # no YAML, no recipe, no mapping
+            return False
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -278,7 +278,7 @@ def _result(recipe: Recipe, scores: dict[str, TaskScore]) -> dict[str, Any]:
 
 def _describe_run(recipe: Recipe, folder: Path, data: Data, resume: bool) -> None:
     path = folder / "recipe.yaml"
-    if resume and path.exists() and path.read_text(encoding="utf-8") != recipe.to_yaml():
+    if resume and path.exists() and not recipe.is_written_in(path.read_text(encoding="utf-8")):
         raise InputError(f"{path}: the interrupted run had another recipe; resume with that one or write --overwrite")
     processes = str(ranks.world_size())
     facts = {**environment(), "processes": processes, "data_sha256": data.data_hash, "data_source": data.source}

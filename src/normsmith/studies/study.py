@@ -79,12 +79,12 @@ class Cell:
 
     @cached_property
     def recipe_text(self) -> str:
-        """What its recipe.yaml must hold."""
+        """What its recipe.yaml holds."""
         return self.recipe.to_yaml()
 
     def fits(self, text: str) -> bool:
         """Whether a recipe.yaml is this run's."""
-        return text == self.recipe_text
+        return text == self.recipe_text or self.recipe.is_written_in(text)
 
 
 class Study:
