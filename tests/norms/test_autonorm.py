@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import normsmith as ns
@@ -177,6 +178,46 @@ def test_a_causal_model_refuses_to_pool_over_the_sequence(norm: dict[str, Any]) 
         ns.swap_norms_(tiny("gpt2"), norm)
 
 
+_GPT2: dict[str, Any] = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+_LLAMA: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.GPT2Model(transformers.GPT2Config(**_GPT2)),
+        transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**_GPT2)),
+        transformers.LlamaForTokenClassification(transformers.LlamaConfig(**_LLAMA, intermediate_size=16)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_what_stands_on_a_decoder_refuses_it_too(model: Any) -> None:
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(InputError, match=rf"{type(model).__name__} is causal.*pool='token'"):
+        ns.swap_norms_(model.eval(), {"kind": "autonorm", "pool": "sequence"}, where="final")
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    ns.swap_norms_(model, "autonorm")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_foreign_decoder_with_three_candidates_never_sees_the_future(training: bool) -> None:
+    model = tiny("gpt2")
+    ns.swap_norms_(model, {"kind": "autonorm", "candidates": THREE})
+    scramble(model, 0.7)
+    for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
+        dropout.p = 0.0
+    model.train(training)
+    ids = torch.randint(40, (2, 10))
+    other = torch.cat((ids[:, :6], torch.randint(40, (2, 4))), dim=1)
+    with torch.no_grad():
+        found: list[torch.Tensor] = []
+        for tokens in (ids, other):
+            torch.manual_seed(1)  # the same noise at every place
+            found.append(model(tokens).logits)
+    assert torch.equal(found[0][:, :6], found[1][:, :6])
+    assert not torch.equal(found[0][:, 6:], found[1][:, 6:])
+
+
 def trunk(norm: Any) -> NormsmithModel:
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = NormsmithModel(preset_config("gpt", **sizes, causal=False, norm=norm))
@@ -202,6 +243,13 @@ def test_a_sequence_of_padding_alone_stays_finite() -> None:
     y.square().mean().backward()
     assert y.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    gate = next(m for m in model.modules() if isinstance(m, AutoNorm))
+    both = gate.entropy_sum.clone()
+    model.zero_grad()
+    for buffer in (gate.weight_sum, gate.entropy_sum, gate.batches):
+        buffer.zero_()
+    model(ids[:1]).last_hidden_state.sum().backward()
+    torch.testing.assert_close(gate.entropy_sum, both)  # the other sample said nothing
 
 
 def test_a_foreign_encoder_tells_its_norms_what_is_padding() -> None:

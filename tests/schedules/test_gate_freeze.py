@@ -172,11 +172,24 @@ def test_a_frozen_gate_in_training_is_the_soft_mix_of_evaluation() -> None:
     assert torch.equal(made.train()(ids).logits, made.eval()(ids).logits)
 
 
+def test_a_static_gate_is_reported_as_it_is_applied() -> None:
+    made = model()
+    controller = ns.freeze_gates_(made, {"rule": "always", "freeze": 0.25, "mode": "static"}, steps=8)
+    train(made, controller, torch.optim.SGD(made.parameters(), lr=0.5), batches(8))
+    for gate, norm in zip(controller.gates(), controller.sites.values(), strict=True):
+        assert gate.weights == tuple(norm.static_weights.tolist())
+        assert gate.entropy == pytest.approx(-sum(w * math.log(w) for w in gate.weights), rel=1e-6)
+
+
 def test_a_static_gate_is_the_running_mean_of_the_weights() -> None:
     made = model()
+    free = ns.freeze_gates_(watched := copy.deepcopy(made), {"rule": "never"}, steps=4)
+    torch.manual_seed(3)  # the same noise for both
+    train(watched, free, torch.optim.SGD(watched.parameters(), lr=0.0), batches(2))
     controller = ns.freeze_gates_(made, {"rule": "always", "freeze": 0.5, "mode": "static"}, steps=4)
+    torch.manual_seed(3)
     train(made, controller, torch.optim.SGD(made.parameters(), lr=0.0), batches(2))
-    for gate, norm in zip(controller.gates(), gates(made).values(), strict=True):
+    for gate, norm in zip(free.gates(), gates(made).values(), strict=True):
         torch.testing.assert_close(norm.static_weights, torch.tensor(gate.weights), rtol=1e-5, atol=1e-6)
         x = torch.randn(2, 5, 16)
         mixed = sum(w * c(x) for w, c in zip(norm.static_weights, norm.candidates, strict=True))

@@ -127,6 +127,26 @@ def test_the_difference_of_an_input_dependent_gate_is_measured() -> None:
     assert report.error == pytest.approx(apart(logits(made), before), rel=0.1)
 
 
+def test_a_candidate_that_pools_knows_the_padding_after_the_collapse() -> None:
+    made = tiny("bert")
+    candidates = ["layernorm", {"kind": "film", "pool": "sequence"}]
+    ns.swap_norms_(made, {"kind": "autonorm", "candidates": candidates}, example=example(made))
+    scramble(made, 0.7)
+    for norm in gates(made).values():
+        make_static(norm, 0.0, 1.0)
+    inputs = example(made)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][:, 8:] = 0
+    real = inputs["attention_mask"] != 0
+    with torch.no_grad():
+        before = made(**inputs)[0]
+        report = ns.collapse_(made, inputs)
+        assert [c.max_deviation for c in report.collapsed] == [0.0] * len(report.collapsed)
+        assert torch.equal(made(**inputs)[0][real], before[real])
+        ns.restore_(made)
+        assert torch.equal(made(**inputs)[0], before)
+
+
 def test_what_has_not_settled_stays_with_the_reason() -> None:
     made = model()
     names = list(gates(made))

@@ -99,7 +99,13 @@ def mix(weights: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of values (…, K) over all axes but the last, without the tokens that the mask (…) calls padding."""
+    """Mean of values (…, K) over all axes but the last, without the tokens that the mask (…) calls padding.
+
+    Values of samples, (batch, 1, …, K), count where any token of the sample is real.
+    """
+    samples = (*values.shape[:1], *[1] * (values.ndim - 2))
+    if mask is not None and mask.ndim == len(samples) and mask.shape != values.shape[:-1] == samples:
+        mask = (mask != 0).flatten(1).any(1).reshape(-1, *samples[1:])
     if mask is None or mask.shape != values.shape[:-1]:
         return values.reshape(-1, values.shape[-1]).mean(0)
     real = (mask != 0).reshape(-1, 1)

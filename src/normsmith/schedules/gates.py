@@ -139,8 +139,11 @@ class GateController(Controller):
         values = self._unbiased().tolist()
         found: list[GateState] = []
         for (name, norm), row in zip(self.sites.items(), values, strict=True):
-            weights = tuple(row[: len(norm.candidates)])
-            found.append(GateState(name, norm.names, row[-1], weights, bool(norm.frozen > 0), bool(norm.static > 0)))
+            weights, entropy, static = row[: len(norm.candidates)], row[-1], bool(norm.static > 0)
+            if static:  # what the site applies, whatever its selector would say
+                weights = norm.static_weights.tolist()
+                entropy = -math.fsum(w * math.log(w) for w in weights if w > 0)
+            found.append(GateState(name, norm.names, entropy, tuple(weights), bool(norm.frozen > 0), static))
         return tuple(found)
 
     def progress(self) -> dict[str, float]:

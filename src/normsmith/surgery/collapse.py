@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normsmith.errors import InputError
 from normsmith.norms import Norm
 from normsmith.norms.autonorm import AutoNorm
+from normsmith.norms.padding import watch_padding
 from normsmith.ops.gate import masked_mean, one_hot_maximum
 from normsmith.surgery.example import run_example
 from normsmith.surgery.native import keep_changes
@@ -117,10 +118,12 @@ def collapse_(model: nn.Module, example: Any = None, threshold: float = 0.9, *, 
         )
     old = {name: model.get_submodule(name) for name in new}
     replace_modules(model, new)
+    watch_padding(model)
     try:
         error = difference(before, outputs(model, example))
     except BaseException:
         replace_modules(model, old)
+        watch_padding(model)
         raise
     keep_changes(model)
     remember(model, old, [(t, t.detach().clone()) for m in sites for t in (*m.parameters(), *m.buffers())], new)
@@ -202,6 +205,8 @@ def _without_selector(norm: AutoNorm) -> AutoNorm:
 def _deviations(module: Norm, seen: _Seen | None) -> tuple[float | None, float | None]:
     if seen is None:
         return None, None
+    if hasattr(module, "token_mask"):
+        setattr(module, "token_mask", seen.mask)  # noqa: B010 (norms that pool over tokens have it)
     training = module.training
     new = type(module).forward(module.eval(), seen.x).double()
     module.train(training)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -14,9 +15,9 @@ from normsmith.errors import InputError
 from normsmith.norms import Norm, NormConfig, norm_config, norms
 from normsmith.norms.base import shared_options
 from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
-from normsmith.norms.padding import check_pooling, watch_padding
+from normsmith.norms.padding import check_pooling, pools_sequence, refuse_pooling, watch_padding
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
-from normsmith.surgery.example import run_example
+from normsmith.surgery.example import make_example, run_example
 from normsmith.surgery.find import Site, find_norms
 from normsmith.surgery.fused import update_fused_forms
 from normsmith.surgery.native import keep_changes
@@ -114,7 +115,10 @@ def swap_norms_(
     target = norm_config(norm)
     check_pooling(model, target)
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
-    chosen = select_sites(find_norms(model, example), where)
+    sites = find_norms(model, example)
+    if pools_sequence(target) and _hides_later_tokens(model, sites):
+        refuse_pooling(target, type(model).__name__)
+    chosen = select_sites(sites, where)
     seen, unusual = _record_inputs(model, chosen, example)
     new: dict[str, nn.Module] = {}
     swapped: list[tuple[str, str, str, float | None]] = []
@@ -187,6 +191,7 @@ def restore_(model: nn.Module) -> RestoreReport:
     for name, old in record.modules.items():
         _follow(record.placed[name], _place(now[name]), old)
     replace_modules(model, record.modules)
+    watch_padding(model)
     restored = ((name, type(now[name]).__name__, type(old).__name__) for name, old in record.modules.items())
     return RestoreReport(tuple(restored))
 
@@ -288,7 +293,7 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _record_inputs(
-    model: nn.Module, sites: list[Site], example: Any
+    model: nn.Module, sites: Sequence[Site], example: Any
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
     """Input and output of every site on the example, detached, and sites that are called as no norm can be.
 
@@ -320,6 +325,25 @@ def _record_inputs(
         for module, mode in modes.items():
             module.training = mode
     return seen, unusual
+
+
+def _hides_later_tokens(model: nn.Module, sites: Sequence[Site]) -> bool:
+    """Whether no norm of a model of token ids gets another input for a token when later tokens change.
+
+    A trunk or a classifier on a decoder does not say that it is causal, as a model that generates text does.
+    """
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    try:
+        pair = make_example(model)
+    except InputError:  # nothing says what it takes
+        return False
+    inputs, half = {name: value[:1] for name, value in pair.items()}, pair["input_ids"].shape[1] // 2
+    changed = torch.cat((inputs["input_ids"][:, :half], pair["input_ids"][1:, half:]), dim=1)
+    first, second = (_record_inputs(model, sites, new)[0] for new in (inputs, {**inputs, "input_ids": changed}))
+    tokens = [(first[name][0], second[name][0]) for name in first.keys() & second.keys()]
+    tokens = [(x, y) for x, y in tokens if x.shape == y.shape == (1, changed.shape[1], x.shape[-1])]
+    return bool(tokens) and all(torch.equal(x[:, :half], y[:, :half]) for x, y in tokens)
 
 
 def _unusual_call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str:
