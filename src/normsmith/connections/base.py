@@ -85,12 +85,8 @@ class Connection(nn.Module):
 
     def site_norm(self, site: str, norm: NormConfig) -> NormConfig:
         """The norm at one of `roles()`, in a model that asks for `norm`."""
-        spec = self.inner_norm(norm)
-        if getattr(spec, "alpha", None) != "width":
-            return spec
-        # DyT and Derf of that sort start steeper before attention than elsewhere.
         before_attention = self.roles()[site] == "pre" and self.index % 2 == 1
-        return type(spec)(**{**spec.to_dict(), "place": "attention" if before_attention else "other"})
+        return _placed(self.inner_norm(norm), "attention" if before_attention else "other")
 
     def narrow(self, x: Tensor) -> Tensor:
         """The sublayer's input in the dtype of the model's parameters, where the stream is kept wider."""
@@ -166,6 +162,14 @@ class Connection(nn.Module):
         """Position and options, for `print(model)`."""
         options = {key: value for key, value in self.config.to_dict().items() if key != "kind"}
         return ", ".join([f"{self.index}/{self.total}", *(f"{key}={value}" for key, value in options.items())])
+
+
+def _placed(spec: NormConfig, place: str) -> NormConfig:
+    """DyT and Derf with `alpha: width` start steeper before attention than elsewhere, candidates of a mixture too."""
+    changes: dict[str, Any] = {"place": place} if getattr(spec, "alpha", None) == "width" else {}
+    if candidates := getattr(spec, "candidates", ()):
+        changes["candidates"] = tuple(_placed(candidate, place) for candidate in candidates)
+    return type(spec)(**{**spec.to_dict(), **changes}) if changes else spec
 
 
 def make_norm(spec: str | dict[str, Any] | NormConfig, width: int) -> Norm | None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
 
+from normsmith.data.image_files import as_classes
 from normsmith.errors import InputError, UnknownNameError
 
 Images = npt.NDArray[np.uint8]
@@ -207,9 +208,11 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
     for path in (Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"):
         try:
             arrays.append(np.load(path, mmap_mode="r"))
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as a NumPy array ({error})") from None
-    images, labels = arrays
+    images, labels = arrays[0], as_classes(arrays[1], Path(folder) / "labels.npy")
+    if not images.ndim:
+        raise InputError(f"{folder}: {name}.npy holds a number, not images")
     each = len(images) // len(SEVERITIES)
     if images.ndim != 4 or images.dtype != np.uint8 or len(images) % len(SEVERITIES) or len(labels) != len(images):
         raise InputError(
@@ -217,7 +220,7 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
             "uint8 (5·n, height, width, channels) and 5·n labels"
         )
     part = slice((severity - 1) * each, severity * each)
-    return np.array(images[part]), np.array(labels[part], np.int64)
+    return np.array(images[part]), labels[part]
 
 
 def _side(x: Floats) -> float:

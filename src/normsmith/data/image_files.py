@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,13 +102,13 @@ def _archives(files: list[Path]) -> dict[str, Split]:
         if split is None:
             continue
         try:
-            with np.load(path) as loaded:
+            with path.open("rb") as file, np.load(file) as loaded:  # NumPy leaves a file that is damaged open
                 held = {key: loaded[key] for key in loaded}
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise InputError(f"{path}: cannot be read as a NumPy archive ({error})") from None
         if not {"x", "y"} <= held.keys():
             raise InputError(f"{path}: holds {', '.join(held)}; an archive of images has x (images) and y (labels)")
-        splits[split] = (_as_images(held["x"], path), held["y"])
+        splits[split] = (_as_images(held["x"], path), as_classes(held["y"], path))
     return splits
 
 
@@ -121,10 +122,26 @@ def _as_images(array: npt.NDArray[Any], path: Path) -> npt.NDArray[np.uint8]:
     return cast("npt.NDArray[np.uint8]", array)
 
 
+def as_classes(array: Any, path: Path) -> npt.NDArray[np.int64]:
+    """Labels (n,) or (n, 1) of a file as (n,) int64; anything but whole numbers is refused."""
+    array = np.asarray(array)
+    flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if flat.ndim != 1 or flat.dtype.kind not in "iu":
+        raise InputError(
+            f"{path}: its labels are {array.dtype} of shape {array.shape}; expected whole numbers (n,), one class per "
+            "image"
+        )
+    return flat.astype(np.int64)
+
+
 def _sheets(files: list[Path]) -> dict[str, Split]:
     numbered = {int(m[1]): p for p in files if (m := re.fullmatch(r".*_batch_(\d+)\.png", p.name))}
     if not numbered:
         return {}
+    if gap := next((n for n in range(len(numbered)) if n not in numbered), None):
+        raise InputError(
+            f"{files[0].parent}: the sheet number {gap} is missing, so it is not known which labels the later ones have"
+        )
     sheets = [_sheet(numbered[number]) for number in sorted(numbered)]
     if len({sheet.shape[1:] for sheet in sheets}) > 1:
         raise InputError(f"{files[0].parent}: its sheets are not of one kind of image")
@@ -156,10 +173,13 @@ def _sheet(path: Path) -> npt.NDArray[np.uint8]:
 
 def _sheet_labels(files: list[Path]) -> npt.NDArray[np.int64]:
     for path in files:
-        if path.name.endswith("labels.npy"):
-            return np.load(path).astype(np.int64)
-        if path.name.endswith("labels.js"):
-            return np.array([int(n) for n in re.findall(r"\d+", path.read_text("utf-8"))], np.int64)
+        try:
+            if path.name.endswith("labels.npy"):
+                return as_classes(np.load(path), path)
+            if path.name.endswith("labels.js"):
+                return np.array([int(n) for n in re.findall(r"\d+", path.read_text("utf-8"))], np.int64)
+        except (OSError, EOFError, ValueError) as error:
+            raise InputError(f"{path}: its labels cannot be read ({error})") from None
     raise InputError(f"{files[0].parent}: no labels beside the sheets; expected a file *labels.npy or *labels.js")
 
 
@@ -185,12 +205,18 @@ def read_hub(source: str, subset: str | None) -> Read:
         classes = tuple(features[label].names)
         named = "validation" if split.startswith("valid") else split
         if named in ("train", "validation", "test"):
-            pixels = [_channels(np.asarray(row)) for row in rows[images[0]]]
+            pixels = [_pixels(row, f"{name}: image {i} of {split}") for i, row in enumerate(rows[images[0]])]
             splits[named] = (cast("Any", pixels), np.array(rows[label]))
     if "train" not in splits:
         raise InputError(f"{name}: has no split called train, only {', '.join(loaded)}")
     return splits, classes
 
 
-def _channels(image: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return np.asarray(image[..., None] if image.ndim == 2 else image[..., :3], np.uint8)
+def _pixels(image: Any, where: str) -> npt.NDArray[np.uint8]:
+    """A picture of Pillow's as (h, w, 1) if it is grey, else (h, w, 3); what lies behind transparency is shown."""
+    grey, colour = ("1", "L", "LA", "La"), ("RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB")
+    if image.mode in grey:
+        return np.asarray(image.convert("L"))[..., None]
+    if image.mode in colour:
+        return np.asarray(image.convert("RGB"))
+    raise InputError(f"{where} has pixels of the sort {image.mode!r}; normsmith reads grey and colour of 8 bits")

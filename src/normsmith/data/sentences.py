@@ -105,29 +105,43 @@ def read_tsv(source: str) -> dict[str, list[Labelled]]:
     files = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
     if not root.is_dir() or not (root / "train.tsv").is_file():
         raise InputError(f"{source}: expected a folder with train.tsv, dev.tsv and perhaps test.tsv, or 'stdlib'")
-    found = {split: _tsv(root / name) for split, name in files.items() if (root / name).is_file()}
+    rows = [row for _, row in _rows(root / files["train"])]
+    # Which of two columns without a header is the label shows in the largest file.
+    label = None if rows and "label" in _header(rows[0]) else _label_column(rows)
+    found = {split: _tsv(root / name, label) for split, name in files.items() if (root / name).is_file()}
     return {split: pairs for split, pairs in found.items() if pairs is not None}
 
 
-def _tsv(path: Path) -> list[Labelled] | None:
-    """The pairs of one file; None where its header has no label (the test split of GLUE)."""
+def _rows(path: Path) -> list[tuple[int, list[str]]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             read = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            rows = [(line, row) for line, row in enumerate(read, start=1) if row]
+            return [(line, row) for line, row in enumerate(read, start=1) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as TSV ({error})") from None
-    header = [cell.strip().lower() for cell in rows[0][1]] if rows else []
+
+
+def _tsv(path: Path, label: int | None) -> list[Labelled] | None:
+    """The pairs of one file; None where its header has no label (the test split of GLUE).
+
+    `label` is the label's column where no header says it; None: the one with fewer different values.
+    """
+    rows = _rows(path)
+    header = _header(rows[0][1]) if rows else []
     if "index" in header and "label" not in header:
         return None
     if "label" in header:
         label, rows = header.index("label"), rows[1:]
-    else:
+    elif label is None:
         label = _label_column([row for _, row in rows])
     for line, row in rows:
         if len(row) != 2:
             raise InputError(f"{path}, line {line}: has {len(row)} column(s), expected a text and a label")
     return [(row[1 - label].strip(), row[label].strip()) for _, row in rows]
+
+
+def _header(row: list[str]) -> list[str]:
+    return [cell.strip().lower() for cell in row]
 
 
 def _label_column(rows: list[list[str]]) -> int:

@@ -176,15 +176,19 @@ def _feature(
 def _categories(
     table: Table, name: str, train: list[int], config: TableConfig
 ) -> tuple[list[str], list[npt.NDArray[np.float64]], list[str]]:
+    missing = np.array([cell.lower() in _MISSING for cell in _cells(table, name)])
+    if missing.any() and config.missing == "error":
+        raise _bad_cell(table, name, int(np.argmax(missing)), config, "is missing", target=False)
     cells = np.array(_cells(table, name))
-    known = sorted({str(c) for c in cells[train]})
+    known = sorted({str(c) for c in cells[train][~missing[train]]})
     if len(known) > 100:
         raise InputError(
             f"{config.source}: the column {name!r} is text with {len(known)} different values, which is no category; "
             f"write drop: [{name}]"
         )
-    unseen = [row for row, cell in enumerate(cells) if str(cell) not in set(known)]
+    unseen = [row for row, cell in enumerate(cells) if str(cell) not in set(known) and not missing[row]]
     notes = [f"{len(unseen)} row(s) have a {name} that no training row has: all its columns are 0"] if unseen else []
+    notes += [f"{int(missing.sum())} row(s) have no {name}: all its columns are 0"] if missing.any() else []
     return [f"{name}={value}" for value in known], [(cells == value).astype(np.float64) for value in known], notes
 
 
@@ -198,10 +202,14 @@ def _numbers(table: Table, name: str, config: TableConfig, target: bool = False)
         elif number is None or not math.isfinite(number):
             missing = cell.lower() in _MISSING
             what = "is missing" if missing else f"is {cell!r}, which is no finite number"
-            advice = "; write missing: median, or leave the row out" if missing and not target else ""
-            raise InputError(f"{config.source}, line {table.lines[row]}: {name!r} {what}{advice}")
+            raise _bad_cell(table, name, row, config, what, target or not missing)
         values[row] = number
     return values
+
+
+def _bad_cell(table: Table, name: str, row: int, config: TableConfig, what: str, target: bool) -> InputError:
+    advice = "" if target else "; write missing: median, or leave the row out"
+    return InputError(f"{config.source}, line {table.lines[row]}: {name!r} {what}{advice}")
 
 
 def _cells(table: Table, name: str) -> list[str]:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from normsmith.data.config import SourceConfig
-from normsmith.data.examples import TaskData, check_size, complete_splits, hash_parts
+from normsmith.data.examples import IGNORED, TaskData, check_size, complete_splits, hash_parts
 from normsmith.data.facts import Facts
 from normsmith.data.python_code import TAGS, tagged_code
+from normsmith.data.treebank import read_trees, tree_files
 from normsmith.data.words import Encoder, sequences
 from normsmith.errors import InputError
 
@@ -32,10 +34,11 @@ class TaggingConfig(SourceConfig):
     Attributes:
         kind: `tagging`.
         source: `stdlib` (the role of every token in the Python sources of this interpreter, no download), or a folder
-            with files called …train…, …dev… and …test… (`.conllu`, or `.tsv` with FORM UPOS XPOS; also `.gz`).
-        tags: `upos` (universal) or `xpos` (of the language: for English the Penn Treebank's).
+            with files called …train…, …dev… and …test… (`.conllu`, or `.tsv` with the columns FORM UPOS XPOS or FORM
+            TAG; also `.gz`), or with the Penn Treebank's `wsj_*.mrg`, whose sections are split as usual.
+        tags: `upos` (universal) or `xpos` (of the language: for English the Penn Treebank's), where there are two.
         vocab_size: tokens of the byte-level BPE that is trained on the training words.
-        sequence_length: longest sentence in tokens; longer ones are cut.
+        sequence_length: longest sentence in tokens; of longer ones the last words are left out, also in the accuracy.
         max_sentences: training sentences that are used.
         validation_fraction: share that decides between models, where the source has no split for that.
         test_fraction: the same for a test split.
@@ -85,6 +88,14 @@ def load_tagging(config: TaggingConfig) -> TaskData:
     }
     texts = ("\n".join("\t".join((*s.words, *s.tags)) for s in sentences) for sentences in splits.values())
     words = {name: sum(len(s.words) for s in sentences) for name, sentences in splits.items()}
+    read = {
+        name: sum(int((np.array(row) != IGNORED).sum()) for row in e.columns["labels"]) for name, e in examples.items()
+    }
+    notes += [
+        f"{words[name] - read[name]:,} of {words[name]:,} {name} words lie beyond sequence_length and do not count"
+        for name in words
+        if words[name] > read[name]
+    ]
     return TaskData(
         train=examples["train"],
         validation=examples["validation"],
@@ -119,7 +130,11 @@ def read_tagged(source: str, tags: str) -> dict[str, list[Sentence]]:
     """Split name → sentences, of the files in a folder whose names tell their split."""
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise InputError(f"{source}: no such folder; tagging reads 'stdlib', or a folder of .conllu or .tsv files")
+        raise InputError(
+            f"{source}: no such folder; tagging reads 'stdlib', or a folder of .conllu, .tsv or wsj_*.mrg files"
+        )
+    if trees := tree_files(root):
+        return {name: [Sentence(*pair) for pair in pairs] for name, pairs in read_trees(trees).items()}
     kinds = {"train": "train", "dev": "validation", "valid": "validation", "test": "test"}
     splits: dict[str, list[Sentence]] = {}
     for path in sorted(root.iterdir()):
@@ -152,8 +167,13 @@ def _sentences(path: Path, conllu: bool, tags: str) -> Iterator[Sentence]:
             words = []
         elif conllu and (line.startswith("#") or "-" in cells[0] or "." in cells[0]):
             continue  # a comment; a multiword token, whose parts follow; a word that is not in the text
-        elif len(cells) != (10 if conllu else 3) or not cells[word] or not cells[column]:
-            expected = "10 columns (CoNLL-U)" if conllu else "the columns FORM UPOS XPOS"
+        elif (
+            len(cells) not in ((10,) if conllu else (2, 3)) or not cells[word] or not cells[min(column, len(cells) - 1)]
+        ):
+            expected = "10 columns (CoNLL-U)" if conllu else "the columns FORM UPOS XPOS, or FORM TAG"
             raise InputError(f"{path}, line {number}: has {len(cells)} column(s) or an empty one, expected {expected}")
+        elif (tag := cells[min(column, len(cells) - 1)]) == "_":
+            other = "upos" if tags == "xpos" else "xpos"
+            raise InputError(f"{path}, line {number}: {cells[word]!r} has no {tags}; write tags: {other}")
         else:
-            words.append((cells[word], cells[column]))
+            words.append((cells[word], tag))

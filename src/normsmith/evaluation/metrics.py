@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from normsmith.data import collate
 from normsmith.data.examples import IGNORED
+from normsmith.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,21 @@ def predict(model: nn.Module, examples: Dataset[Any], batch_size: int = 64) -> t
 
     Classes (n,) come with logits (n, classes); of tagged sentences only the labelled tokens count; targets (n, t) come
     with predictions (n, t).
+
+    Raises:
+        InputError: a label that is no class of the model.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     device = next(model.parameters()).device
     total, count = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
     found: list[tuple[Tensor, Tensor]] = []
+    rows = 0
     try:
         for batch in DataLoader(examples, batch_size=batch_size, collate_fn=collate):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            _check_labels(model, batch["labels"], rows)
+            rows += len(batch["labels"])
             outputs, labels = model(**batch), batch["labels"]
             kept = labels != IGNORED if not labels.is_floating_point() else torch.ones_like(labels[:, 0]).bool()
             total += outputs.loss.double() * kept.sum()
@@ -80,6 +87,19 @@ def predict(model: nn.Module, examples: Dataset[Any], batch_size: int = 64) -> t
             module.training = mode
     labels, outputs = (torch.cat([pair[i].cpu() for pair in found]) for i in (0, 1))
     return float(total / count), labels, outputs
+
+
+def _check_labels(model: nn.Module, labels: Tensor, first: int) -> None:
+    classes = getattr(getattr(model, "config", None), "num_labels", None)
+    if classes is None or labels.is_floating_point():
+        return
+    wrong = (((labels < 0) & (labels != IGNORED)) | (labels >= classes)).reshape(len(labels), -1)
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0])
+        label = int(labels.reshape(len(labels), -1)[row][wrong[row]][0])
+        raise InputError(
+            f"example {first + row} has the label {label}, but the model knows the classes 0 to {classes - 1} only"
+        )
 
 
 def score(model: nn.Module, examples: Dataset[Any], metric: TaskMetric, batch_size: int = 64) -> TaskScore:

@@ -65,6 +65,7 @@ def measure_robustness(
     """
     if not len(images) or len(images) != len(labels):
         raise InputError(f"{len(images)} images with {len(labels)} labels: give as many of each, and one at least")
+    _check_names(names)
 
     def accuracy(pixels: npt.NDArray[np.uint8]) -> float:
         return score(model, Examples({"image": pixels, "label": labels}, finish), ACCURACY, batch_size).metric
@@ -77,6 +78,7 @@ def measure_official(
     model: nn.Module, folder: str | Path, names: Sequence[str] = tuple(CORRUPTIONS), batch_size: int = 256
 ) -> Robustness:
     """The same on the published images of CIFAR-10-C (or CIFAR-100-C), read from their `.npy` files."""
+    _check_names(names)
     found: dict[str, tuple[float, ...]] = {}
     for name in names:
         values: list[float] = []
@@ -86,6 +88,11 @@ def measure_official(
             values.append(score(model, examples, ACCURACY, batch_size).metric)
         found[name] = tuple(values)
     return Robustness(None, found)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if not names:
+        raise InputError("names is empty: name at least one corruption, or leave it out for all fifteen")
 
 
 def draw_robustness(results: dict[str, Robustness], path: str | Path) -> Path:

@@ -41,6 +41,12 @@ class NormsmithVisionConfig(NormsmithConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.image_size, int):
             self.image_size = [self.image_size, self.image_size]
+        sizes = (*self.image_size, self.patch_size, self.num_channels)
+        if len(self.image_size) != 2 or min(sizes) < 1:
+            raise InputError(
+                f"image_size={self.image_size}, patch_size={self.patch_size}, num_channels={self.num_channels}: write "
+                "height and width (or one number for both), and at least 1 for each"
+            )
         height, width = self.image_size
         if height % self.patch_size or width % self.patch_size:
             fitting = [n for n in range(1, min(height, width) + 1) if not (height % n or width % n)]

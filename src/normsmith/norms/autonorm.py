@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -61,6 +62,9 @@ class AutoNormConfig(MixtureConfig):
     def check(self) -> None:
         """A static gate has no selector whose options could matter."""
         super().check()
+        for name, value in (("tau", self.tau), ("tau_end", self.tau_end)):
+            if value is not None and not 1e-6 <= value < math.inf:
+                raise ValueError(f"{name}={value:g} lies beyond what float32 divides by; write a number from 1e-6 on")
         if self.gate == "static" and self.tau_end is not None:
             raise ValueError("gate='static' has no temperature to change; leave tau_end out")
 

@@ -40,7 +40,9 @@ class GateFreezeConfig(ScheduleConfig):
     momentum: float = pydantic.Field(default=0.1, gt=0, le=1)
 
     def check(self) -> None:
-        """Monitoring must begin before the decision."""
+        """Monitoring must begin before the decision, which has one time."""
+        if self.freeze_step is not None and self.freeze != type(self).model_fields["freeze"].default:
+            raise ValueError(f"freeze={self.freeze:g} and freeze_step={self.freeze_step} both say when; leave one out")
         if self.freeze_step is None and self.start >= self.freeze:
             raise ValueError(f"freeze={self.freeze:g} must lie after start={self.start:g}")
 

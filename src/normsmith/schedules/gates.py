@@ -180,8 +180,14 @@ class GateController(Controller):
             raise InputError(
                 f"the checkpoint's gates were watched with another {', '.join(changed)}: resume with the same schedule"
             )
+        means = torch.tensor(state["means"])
+        if means.shape != self.means.shape:
+            raise InputError(
+                f"the checkpoint watched {len(means)} gates of up to {means.shape[-1] - 1} candidates, this model has "
+                f"{len(self.sites)} of up to {self._widest}: resume with the same norms"
+            )
         super().load_state_dict(state)
-        self.means.copy_(torch.tensor(state["means"]))
+        self.means.copy_(means)
         self.samples.fill_(state["samples"])
         self.decided = state["decided"]
         self._adopt_frozen()

@@ -51,7 +51,8 @@ class BestWeights(TrainerCallback):
         step = state.global_step
         if step < self.start or step == self.scored:
             return
-        self.scored, score = step, self.score()
+        with torch.random.fork_rng():  # looking must not change the noise of the steps that follow
+            self.scored, score = step, self.score()
         if score < self.lowest:
             self.step, self.lowest = step, score
             self.weights = {name: value.detach().cpu().clone() for name, value in self._named().items()}
