@@ -215,6 +215,14 @@ def test_a_slope_by_width_starts_by_the_place_of_the_norm(tmp_path: Path) -> Non
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_a_slope_by_width_of_a_candidate_starts_by_the_place_too() -> None:
+    norm = {"kind": "autonorm", "candidates": ["layernorm", {"kind": "dyt", "alpha": "width"}]}
+    model = small("pre", hidden_size=2048, num_hidden_layers=1, intermediate_size=8, norm=norm)
+    block = model.model.layers[0]
+    sites = (block.attention_connection.norm, block.mlp_connection.norm, model.model.norm)
+    assert [site.candidates[1].alpha.item() for site in sites] == [1.0, 0.5, 0.5]
+
+
 def test_folders_written_before_the_new_options_load(tmp_path: Path) -> None:
     for number, (connection, norm) in enumerate([("sphere", "rmsnorm"), ("geo", "rmsnorm"), ("pre", "dyt")]):
         folder = tmp_path / str(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -310,6 +311,9 @@ def test_the_candidates_of_the_command_line_and_of_yaml_are_the_same() -> None:
         ({"tau": 0.0}, "tau = 0.0.*greater than 0"),
         ({"tau": -1.0}, "tau = -1.0.*greater than 0"),
         ({"tau_end": 0.0}, "tau_end = 0.0.*greater than 0"),
+        ({"tau": 1e-45}, "tau=1e-45 lies beyond what float32 divides by; write a number from 1e-6 on"),
+        ({"tau": math.inf}, "tau=inf lies beyond"),
+        ({"tau_end": 1e-9}, "tau_end=1e-09 lies beyond"),
         ({"gate": "static", "tau_end": 0.5}, "leave tau_end out"),
         ({"pool": "batch"}, "pool = 'batch'"),
     ],

@@ -277,6 +277,9 @@ def test_the_checkpoint_of_another_schedule_is_refused() -> None:
         ns.freeze_gates_(model(), steps=10).load_state_dict(state)
     with pytest.raises(InputError, match="run of 10 steps, this run has 20"):
         ns.freeze_gates_(model(), {"entropy": 0.2}, steps=20).load_state_dict(state)
+    three = ns.freeze_gates_(model(candidates=["layernorm", "rmsnorm", "dyt"]), {"entropy": 0.2}, steps=10)
+    with pytest.raises(InputError, match="watched 5 gates of up to 2 candidates, this model has 5 of up to 3"):
+        three.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +291,7 @@ def test_the_checkpoint_of_another_schedule_is_refused() -> None:
         ({"freeze": 1.5}, "freeze = 1.5.*less than or equal to 1"),
         ({"start": 0.5}, "freeze=0.1 must lie after start=0.5"),
         ({"start": 0.1, "freeze_step": 1}, "monitoring begins after step 1"),
+        ({"freeze": 0.5, "freeze_step": 4}, "freeze=0.5 and freeze_step=4 both say when; leave one out"),
         ({"rule": "sometimes"}, "rule = 'sometimes'"),
     ],
 )
