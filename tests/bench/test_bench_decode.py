@@ -318,6 +318,14 @@ def test_the_training_step_benchmark_runs(
     measured = bench_training_step(arms, width=24, layers=1, batch=1, sequence=4, rounds=2, compiled=False)
     assert list(measured) == cases
     assert all(min(t.seconds) > 0 for t in measured.values())
+    assert (
+        measured.keys()
+        == bench_training_step(
+            arms, width=24, layers=1, batch=2, sequence=4, rounds=1, compiled=False, heads=3, images=True
+        ).keys()
+    )
+    assert made[-1][0].config.num_attention_heads == 3
+    del made[len(cases) :]
     gates = [float(m.gate) for model, _ in made for m in model.modules() if isinstance(m, TaperedNorm)]
     if "rmsnorm" in arms:
         assert gates[:2] == [1, 1]

@@ -23,7 +23,7 @@ SCRIPT = Path(sys.executable).parent / "normsmith"
 
 @pytest.mark.parametrize(
     "verb",
-    [[], *([v] for v in VERBS), *(["bench", b] for b in ("decode", "ops", "step", "depth", "import"))],
+    [[], *([v] for v in VERBS), *(["bench", b] for b in ("decode", "ops", "step", "collapse", "depth", "import"))],
     ids=" ".join,
 )
 def test_help_shows_an_example(verb: list[str]) -> None:

@@ -116,3 +116,28 @@ def test_depth_in_a_table_and_as_json() -> None:
     assert rows[1]["drift"] < 1e-5
     for layers, message in (("6", "depths 6: at least two"), ("a", "--layers 'a': write one or several numbers")):
         assert message in normsmith("bench", "depth", "--layers", layers).err
+
+
+def test_collapse_beside_the_plain_model() -> None:
+    small = ("--width", "16", "--layers", "1", "--length", "4", "--batch", "1", "--rounds", "2")
+    result = normsmith("bench", "collapse", "--norm", "dyt", *small, "--json")
+    assert (result.code, result.err) == (0, "")
+    rows = json.loads(result.out)
+    assert [row["case"] for row in rows] == ["plain", "plain again", "gates", "collapsed"]
+    assert rows[0]["ratio"] == 1.0
+    assert (
+        "unknown candidate 'rmsnorm'; did you mean 'layernorm'?"
+        in normsmith("bench", "collapse", "--norm", "rmsnorm").err
+    )
+
+
+def test_step_of_an_encoder() -> None:
+    small = ("--width", "16", "--heads", "4", "--layers", "1", "--length", "4", "--rounds", "1", "--eager")
+    arms = ("--arms", "frozen_ln,autonorm:pool=sequence")
+    result = normsmith("bench", "step", "--images", *arms, *small, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert [row["case"] for row in json.loads(result.out)] == ["frozen_ln", "autonorm:pool=sequence"]
+    refused = normsmith("bench", "step", *arms, *small)
+    assert refused.code == 2
+    assert "is causal" in refused.err
+    assert "write pool='token'" in refused.err

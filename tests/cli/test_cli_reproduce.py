@@ -60,6 +60,8 @@ def test_a_dry_run_says_which_files_are_the_users(work: Path) -> None:
     result = normsmith("reproduce", "tapernorm", "--scale", "local", "--data", "mine", "--dry-run")
     assert result.code == 0, result
     assert result.out.strip().splitlines()[-1] == "tinystories reads your files: mine/tinystories/tiny_stories.txt"
+    both = normsmith("reproduce", "autonorm", "--scale", "small", "--dry-run", "--only", "mnist,sst2", "--json")
+    assert {row["study"] for row in json.loads(both.out)} == {"mnist", "sst2"}
     normsmith("reproduce", "tapernorm", "--scale", "local").refused("--scale local needs --data DIR, a folder with tin")
 
 

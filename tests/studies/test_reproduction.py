@@ -100,3 +100,15 @@ def test_counting_runs() -> None:
     plan = find_reproduction("spheretnorm", "small").studies["twelve-layers"]
     assert plan.runs == len(plan.arms) * 3 * 4
     assert plan.swept == {"training.learning_rate": ("3e-4", "6e-4", "1e-3", "2e-3")}
+
+
+def test_files_of_the_user_are_missed_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = find_reproduction("autonorm", "paper")
+    assert list(plan.studies)[-1] == "ptb-tagging"
+    with pytest.raises(InputError, match=r"the study 'ptb-tagging' reads 'ptb', and there is no such file or folder"):
+        run_reproduction(plan, tmp_path / "out", None, None, command="")  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "out").exists()
+    assert list(changed_plan(plan, [], only=["sst2", "mnist"]).studies) == ["mnist", "sst2"]
+    with pytest.raises(UnknownNameError, match=r"unknown study 'mnits'; did you mean 'mnist'"):
+        changed_plan(plan, [], only=["sst2", "mnits"])

@@ -1,5 +1,6 @@
 """Benchmarks: a correctness gate first, then ratios within one run."""
 
+from normsmith.bench.collapse import bench_collapse
 from normsmith.bench.decode import Decoder, DecodeSpeed, bench_decode, check_agreement, greedy_decode
 from normsmith.bench.depth import DepthCost, bench_depth
 from normsmith.bench.family import LABELS, decode_family, with_fused_norms
@@ -15,6 +16,7 @@ __all__ = [
     "Decoder",
     "DepthCost",
     "Timing",
+    "bench_collapse",
     "bench_decode",
     "bench_depth",
     "bench_import",

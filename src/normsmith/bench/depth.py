@@ -74,7 +74,10 @@ def bench_depth(
         )
     ids = torch.randint(_VOCABULARY, (batch, sequence), generator=torch.Generator().manual_seed(0))
     models = {depth: _model(arm, depth, width) for depth in depths}
-    cases = {str(depth): step_case(model, None, ids, compiled=False) for depth, model in models.items()}
+    cases = {
+        str(depth): step_case(model, None, {"input_ids": ids, "labels": ids}, compiled=False)
+        for depth, model in models.items()
+    }
     timings = interleave(cases, rounds, warmup=1, tick=tick)
     saved = {depth: saved_bytes(model, ids) for depth, model in models.items()}
     first = depths[0]

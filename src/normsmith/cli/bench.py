@@ -126,10 +126,14 @@ def step(
         list[str] | None,
         typer.Option("--arms", help="What is compared, as in `normsmith compare`; the first is the reference."),
     ] = None,
-    width: Annotated[int, typer.Option("--width", min=6, help="Width of the model.")] = 384,
+    width: Annotated[int, typer.Option("--width", min=2, help="Width of the model.")] = 384,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Default: one for each 64 channels.")] = None,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 4,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences per step.")] = 2,
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")] = 256,
+    images: Annotated[
+        bool, typer.Option("--images", help="A vision transformer; --length is the number of patches.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile.")] = False,
     rounds: Rounds = 12,
     as_json: JsonFlag = False,
@@ -142,7 +146,27 @@ def step(
     from normsmith.studies.arms import split_arms
 
     chosen = split_arms(arms or ["pre,proj,geo"])
-    _show(bench_training_step(chosen, width, layers, batch, length, rounds, not eager), as_json)
+    found = bench_training_step(chosen, width, layers, batch, length, rounds, not eager, heads=heads, images=images)
+    _show(found, as_json)
+
+
+@app.command()
+def collapse(
+    norm: Annotated[str, typer.Option("--norm", help="The candidate that all gates choose.")] = "layernorm",
+    width: Annotated[int, typer.Option("--width", min=2, help="Width of the model.")] = 128,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 6,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences of a pass.")] = 8,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")] = 64,
+    rounds: Rounds = 41,
+    as_json: JsonFlag = False,
+) -> None:
+    """A forward pass with AutoNorm's gates, and after collapse_, beside the model that never had any.
+
+    Example: normsmith bench collapse --width 512 --batch 2
+    """
+    from normsmith.bench import bench_collapse
+
+    _show(bench_collapse(norm, width, layers, batch, length, rounds), as_json)
 
 
 @app.command()

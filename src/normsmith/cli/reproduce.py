@@ -25,6 +25,9 @@ def reproduce(
     scale: Annotated[str, typer.Option("--scale", help="smoke (no download), local, small, or paper.")] = "smoke",
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the files that --scale local reads.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder [runs/PAPER-SCALE].")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Only these studies of the plan (names with commas).")
+    ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Instead of the number in the plan.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once, each with its share of the cores.")] = 2,
     changes: Annotated[
@@ -59,7 +62,8 @@ def reproduce(
     from normsmith.studies.reproduction import changed_plan, costs, find_reproduction, run_reproduction, write_recipes
     from normsmith.training import Reporter
 
-    plan = changed_plan(find_reproduction(paper, scale, data), changes or [], seeds)
+    chosen = None if only is None else [name.strip() for text in only for name in text.split(",")]
+    plan = changed_plan(find_reproduction(paper, scale, data), changes or [], seeds, chosen)
     if dry_run:
         machine = Machine(f"{peak:g} TFLOP/s, {utilisation:.0%} of it", peak * 1e12, utilisation)
         found = costs(plan, machine)

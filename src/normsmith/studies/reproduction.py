@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -191,12 +192,14 @@ def run_reproduction(
         command: that repeats it.
 
     Raises:
-        InputError: a recipe that does not fit the machine's memory, or a folder that holds another study.
+        InputError: a recipe that does not fit the machine's memory, data that are not there, or a folder that holds
+            another study.
     """
     prepared: list[tuple[str, StudyPlan, Recipe]] = []
     for name, plan in reproduction.studies.items():
         shared = plan_study(plan.recipe, plan.arms, plan.seed_numbers, plan.swept)
         check_study_memory(shared, plan.arms, plan.swept)
+        _check_source(name, shared)
         if plan.processes > 1:
             raise InputError(
                 f"the study {name!r} shares a run among {plan.processes} processes: write its recipes with "
@@ -228,6 +231,17 @@ def run_reproduction(
             _measure_decoding(study, plan.decode, reporter)
         done.append(study)
     return done
+
+
+def _check_source(name: str, recipe: Recipe) -> None:
+    """Refuse a study of files that are not there, before the studies ahead of it have taken their days."""
+    source, embedded = recipe.data.source, type(recipe.data).model_fields["source"].default
+    if source == embedded or hasattr(recipe.data, "subset") or Path(source).expanduser().exists():
+        return  # what has a `subset` may be a name on the Hub
+    raise InputError(
+        f"the study {name!r} reads {source!r}, and there is no such file or folder here; put your copy there, or a "
+        "link to it, or choose other studies with --only"
+    )
 
 
 def _measure_decoding(study: Study, arm: str, reporter: Reporter) -> None:
@@ -265,12 +279,16 @@ def write_recipes(reproduction: Reproduction, folder: Path) -> list[Path]:
     return written
 
 
-def changed_plan(reproduction: Reproduction, changes: list[str], seeds: int | None = None) -> Reproduction:
-    """The reproduction with settings of every recipe changed (`a.b=value`) and another number of seeds.
+def changed_plan(
+    reproduction: Reproduction, changes: list[str], seeds: int | None = None, only: Sequence[str] | None = None
+) -> Reproduction:
+    """The reproduction with settings of every recipe changed (`a.b=value`), another number of seeds, fewer studies.
 
     Raises:
-        InputError: an unknown key, a wrong value.
+        InputError: an unknown key, a wrong value, an unknown study.
     """
+    if unknown := next((name for name in only or () if name not in reproduction.studies), None):
+        raise UnknownNameError("study", unknown, reproduction.studies)
     plans: dict[str, Any] = {
         name: {
             **plan.to_dict(),
@@ -278,6 +296,7 @@ def changed_plan(reproduction: Reproduction, changes: list[str], seeds: int | No
             "seeds": seeds or plan.seeds,
         }
         for name, plan in reproduction.studies.items()
+        if only is None or name in only
     }
     mapping: dict[str, Any] = {**reproduction.to_dict(), "studies": plans}
     return Reproduction(**mapping)
