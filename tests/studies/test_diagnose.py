@@ -107,6 +107,9 @@ def check_gates(done: Run, folder: Path) -> None:
     weights, entropy = panels["Gate weights by site"], panels["Gate entropy by site"]
     assert weights.x == entropy.x == tuple(gate.site for gate in gates)
     assert entropy.series["entropy"] == tuple(gate.entropy for gate in gates)
+    assert done.controller.decided is not None
+    assert entropy.series["at the decision"] == tuple(done.controller.decided[gate.site] for gate in gates)
+    assert panels["Frozen gates by site"].series["frozen"] == tuple(float(gate.frozen) for gate in gates)
     for i, gate in enumerate(gates):
         assert tuple(series[i] for series in weights.series.values()) == gate.weights
     last = [entry for entry in done.history if "eval_loss" in entry][-1]
@@ -124,7 +127,12 @@ def test_other_tasks_measure_stream_and_gates(name: str, tmp_path: Path) -> None
     recipe = find_recipe(name, short).changed(norm={"kind": "autonorm"}, schedule={"kind": "gate_freeze"})
     done = train(recipe, tmp_path / "run")
     panels = panels_of(tmp_path / "run")
-    assert panels.keys() == {"RMS of the stream", "Gate weights by site", "Gate entropy by site"}
+    assert panels.keys() == {
+        "RMS of the stream",
+        "Gate weights by site",
+        "Gate entropy by site",
+        "Frozen gates by site",
+    }
     assert len(panels["RMS of the stream"].x) == 5
     assert "logit_norm" not in json.loads((tmp_path / "run/result.json").read_text())
     check_gates(done, tmp_path / "run")

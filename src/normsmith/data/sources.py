@@ -21,7 +21,7 @@ from normsmith.errors import InputError
 HUB_CHARACTERS = 20_000_000
 """Limit of a Hub data set for which the user sets none: about five million tokens."""
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".raw", ".tokens")  # the last two: WikiText
 
 _NOT_LIBRARY = frozenset(
     {

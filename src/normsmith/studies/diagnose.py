@@ -99,13 +99,17 @@ def _fixed(model: nn.Module) -> list[Panel]:
 def _gates(controller: GateController) -> list[Panel]:
     gates = gate_report(controller).gates
     sites = [gate.site for gate in gates]
-    weights = {
+    weights: dict[str, list[float | None]] = {
         name: [dict(zip(gate.candidates, gate.weights, strict=True)).get(name) for gate in gates]
         for name in dict.fromkeys(name for gate in gates for name in gate.candidates)
     }
+    entropies: dict[str, list[float | None]] = {"entropy": [gate.entropy for gate in gates]}
+    if controller.decided is not None and controller.config.rule != "never":
+        entropies["at the decision"] = [controller.decided[site] for site in sites]
     return [
         _panel("Gate weights by site", sites, "", "Site", **weights),
-        _panel("Gate entropy by site", sites, "nats", "Site", entropy=[gate.entropy for gate in gates]),
+        _panel("Gate entropy by site", sites, "nats", "Site", **entropies),
+        _panel("Frozen gates by site", sites, "", "Site", frozen=[float(gate.frozen) for gate in gates]),
     ]
 
 
