@@ -33,6 +33,7 @@ def bench_training_step(
     compiled: bool = True,
     tick: Callable[[int], None] | None = None,
     *,
+    preset: str = "llama",
     heads: int | None = None,
     images: bool = False,
 ) -> dict[str, Timing]:
@@ -49,6 +50,7 @@ def bench_training_step(
         rounds: measured rounds.
         compiled: compile the models.
         tick: called after each round.
+        preset: the kind of block, as in `preset_config`.
         heads: attention heads; default: one for each 64 channels.
         images: a vision transformer and images of `sequence` patches, where no token stands before another, instead of
             a language model.
@@ -60,6 +62,7 @@ def bench_training_step(
     base = Recipe(
         data=data_config({"kind": "images" if images else "text"}),
         model=ModelConfig(
+            preset=preset,
             hidden_size=width,
             num_hidden_layers=layers,
             num_attention_heads=heads or max(1, width // 64),

@@ -127,6 +127,7 @@ def step(
         typer.Option("--arms", help="What is compared, as in `normsmith compare`; the first is the reference."),
     ] = None,
     width: Annotated[int, typer.Option("--width", min=2, help="Width of the model.")] = 384,
+    preset: Annotated[str, typer.Option("--preset", help="Kind of block: llama, gpt or nanogpt.")] = "llama",
     heads: Annotated[int | None, typer.Option("--heads", min=1, help="Default: one for each 64 channels.")] = None,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Blocks.")] = 4,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences per step.")] = 2,
@@ -146,7 +147,8 @@ def step(
     from normsmith.studies.arms import split_arms
 
     chosen = split_arms(arms or ["pre,proj,geo"])
-    found = bench_training_step(chosen, width, layers, batch, length, rounds, not eager, heads=heads, images=images)
+    kind: dict[str, Any] = {"preset": preset, "heads": heads, "images": images}
+    found = bench_training_step(chosen, width, layers, batch, length, rounds, not eager, **kind)
     _show(found, as_json)
 
 
