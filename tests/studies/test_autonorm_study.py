@@ -14,7 +14,7 @@ from normsmith.studies.study import load_study
 from tests.cli.conftest import normsmith
 
 FREE, FROZEN = (
-    "autonorm:pool=sequence+gate_freeze:freeze=0.5,entropy=0.69",
+    "autonorm:pool=sequence+gate_freeze:freeze=0.5,entropy=0.693",
     "autonorm:pool=sequence+gate_freeze:freeze=0.5",
 )
 ARMS = ("frozen_ln", FROZEN, FREE, "dyt")
@@ -47,7 +47,7 @@ def test_the_table_is_made_of_finished_runs_on_the_same_data_and_seeds(study: Pa
     assert len(read) == 1
     # What AutoNorm adds is its selectors; that is what the table's parameters say.
     parameters = {row["arm"]: row["parameters"] for row in found["arms"]}
-    selectors = 9 * (64 * 32 + 32 + 32 * 2 + 2)
+    selectors = 9 * (64 * 16 + 16 + 16 * 2 + 2)
     dyt = 9 * (2 * 64 + 1)
     assert parameters[FROZEN] - parameters["frozen_ln"] == selectors + dyt
 
@@ -61,7 +61,7 @@ def test_gates_freeze_at_half_of_the_run_where_their_entropy_is_not_below_the_th
     for cell in cells:
         folder = cell.folder
         steps = {e["step"]: e for e in entries(folder) if "gate_frozen" in e}
-        threshold = 0.5 * torch.tensor(2.0).log() if freezes else 0.69
+        threshold = 0.5 * torch.tensor(2.0).log() if freezes else 0.693
         assert (steps[6]["gate_entropy"] >= threshold) == freezes
         assert [steps[n]["gate_frozen"] for n in range(1, 13)] == [0] * 5 + [float(freezes)] * 7
         # The log is right: selectors stand still from there on, and only there; the norms beside them do not.

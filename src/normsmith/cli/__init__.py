@@ -31,7 +31,7 @@ VERBS = {
     "fold": "Absorb norms, or their gains and shifts, into the linear layers beside them.",
     "convert": "Write a changed model as native, stock or ONNX.",
     "eval": "Zero-shot benchmarks with standard errors, or item by item against another model.",
-    "bench": "Measure speed: decode, ops, step, depth, import.",
+    "bench": "Measure speed: decode, ops, step, collapse, depth, import.",
     "ls": "List norms, connections, schedules, presets, recipes, suites.",
     "validate": "Check a recipe without running it.",
 }
