@@ -196,11 +196,11 @@ def test_a_label_that_the_model_does_not_know(tmp_path: Path) -> None:
         measure_robustness(classifier(), images, labels % 3, [])
     np.save(tmp_path / "fog.npy", np.tile(images, (5, 1, 1, 1)))
     np.save(tmp_path / "labels.npy", np.tile(labels % 3, 5))
-    found = measure_official(classifier(), tmp_path, ["fog"])
-    once = score(classifier(), Examples({"image": images, "label": labels % 3}, finish), ACCURACY).metric
+    model = classifier()
+    found = measure_official(model, tmp_path, ["fog"])
+    once = score(model, Examples({"image": images, "label": labels % 3}, finish), ACCURACY).metric
     assert found.clean is None
-    assert len(set(found.accuracy["fog"])) == 1
-    assert 0 <= once <= 1
+    assert found.accuracy["fog"] == (once,) * 5
     np.save(tmp_path / "labels.npy", np.tile(labels, 5))
     with pytest.raises(InputError, match=wrong):
         measure_official(classifier(), tmp_path, ["fog"])
