@@ -120,6 +120,9 @@ def test_the_label_column_of_a_small_file_is_that_of_the_training_file(tmp_path:
     data = load("sentences", source=str(tmp_path))
     assert data.facts.labels == ("bad", "good")
     assert data.test.columns["labels"] == [1, 0]
+    (tmp_path / "dev.tsv").write_text("good\ta fine text\nbad\t \n")
+    with pytest.raises(InputError, match=r"dev.tsv, line 2: has the label 'bad' and no text"):
+        load("sentences", source=str(tmp_path))
 
 
 def test_two_columns_of_words_and_tags(tmp_path: Path) -> None:

@@ -201,6 +201,17 @@ def test_branch_against_its_formula_and_in_the_mean() -> None:
     assert all(block.mlp_branch is None for block in vision().model.layers)
 
 
+@pytest.mark.parametrize("make", [sentences, tagging])
+def test_a_row_of_padding_alone_is_named(make: Any) -> None:
+    model, mask = make(), torch.ones(IDS.shape, dtype=torch.long)
+    mask[1] = 0
+    with pytest.raises(InputError, match="row 1 of the batch is padding alone"):
+        model(IDS, attention_mask=mask)
+    mask[1, 0] = 1
+    model(IDS, attention_mask=mask)
+    model(IDS, attention_mask=torch.zeros(IDS.shape[0], 1, 1, IDS.shape[1]))  # scores, which zeros leave alone
+
+
 def test_pooling_of_nothing_but_padding_is_finite() -> None:
     assert torch.equal(pool(torch.randn(2, 3, 4), torch.zeros(2, 3), "mean"), torch.zeros(2, 4))
 

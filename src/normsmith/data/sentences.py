@@ -137,6 +137,8 @@ def _tsv(path: Path, label: int | None) -> list[Labelled] | None:
     for line, row in rows:
         if len(row) != 2:
             raise InputError(f"{path}, line {line}: has {len(row)} column(s), expected a text and a label")
+        if not row[1 - label].strip():
+            raise InputError(f"{path}, line {line}: has the label {row[label]!r} and no text; remove the line")
     return [(row[1 - label].strip(), row[label].strip()) for _, row in rows]
 
 

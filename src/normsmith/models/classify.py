@@ -116,6 +116,25 @@ def pool(h: Tensor, mask: Tensor | None, how: str) -> Tensor:
     return (h * kept).sum(1) / kept.sum(1).clamp_min(1)
 
 
+def refuse_blank(mask: Tensor | None) -> None:
+    """Raise for a sample that is padding alone, where looking waits for no device: on the CPU, in eager code.
+
+    Args:
+        mask: (batch, time), 0 for padding.
+
+    Raises:
+        InputError: which row has no token.
+    """
+    if mask is None or mask.ndim != 2 or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    blank = (mask == 0).all(1)
+    if blank.any():
+        raise InputError(
+            f"row {int(blank.int().argmax())} of the batch is padding alone: its attention_mask has no 1; "
+            "leave empty texts out"
+        )
+
+
 def class_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy in nats, float32; labels are classes (batch,) or probabilities (batch, classes)."""
     return F.cross_entropy(logits.float(), labels)
@@ -198,6 +217,7 @@ class NormsmithForSequenceClassification(NormsmithPreTrainedModel):
 
         With `labels`, classes (batch,) or probabilities (batch, classes), also the mean cross-entropy in nats.
         """
+        refuse_blank(attention_mask)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
         )

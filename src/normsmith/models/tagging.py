@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from normsmith.models.classify import refuse_blank
 from normsmith.models.config import NormsmithConfig
 from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel
 
@@ -37,6 +38,7 @@ class NormsmithForTokenClassification(NormsmithPreTrainedModel):
         With `labels` (batch, time), −100 where a token has none, also the cross-entropy in nats: the mean over the
         labelled tokens, or their sum divided by `num_items_in_batch`.
         """
+        refuse_blank(attention_mask)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
         )
