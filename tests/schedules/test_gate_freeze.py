@@ -132,6 +132,21 @@ def test_the_threshold_decides_on_the_entropy_that_was_measured() -> None:
         assert exact.progress()["gate_frozen"] == frozen
 
 
+def test_nothing_is_reported_before_it_is_measured() -> None:
+    made = model()
+    controller = ns.freeze_gates_(made, {"start": 0.3, "freeze": 0.6}, steps=10)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+    for step in range(5):
+        logged, report = controller.progress(), gate_report(controller)
+        seen = step > 3
+        assert ("gate_entropy" in logged, "gate_weight_dyt" in logged) == (seen, seen)
+        assert all((site["entropy"] is None, site["chosen"] is None) == (not seen, not seen)
+                   for site in report.to_dict()["sites"])  # fmt: skip
+        assert ("–" in str(report)) != seen
+        train(made, controller, optimizer, batches(1))
+    assert 0.3 < controller.progress()["gate_entropy"] < math.log(2)
+
+
 def test_entropy_before_start_does_not_count() -> None:
     made = model()
     decide_gates(made, SHARP)

@@ -322,7 +322,7 @@ def test_found_models_compute_what_they_did() -> None:
     assert torch.equal(output(model), before)
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm", "dyt"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "dyt", "autonorm", "film", "random_selector"])
 def test_a_default_device_of_the_caller_changes_nothing(kind: str) -> None:
     """Models that are only planned are built, and looked at, under `torch.device("meta")`."""
     config = preset_config("llama", hidden_size=16, num_hidden_layers=1, vocab_size=50, norm=kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,12 @@ class GateReport:
         rows = [
             (
                 gate.site,
-                f"{gate.entropy:.3f}",
+                f"{gate.entropy:.3f}" if _measured(gate) else "–",
                 f"{threshold:.3f}",
-                ", ".join(f"{name} {w:.2f}" for name, w in zip(gate.candidates, gate.weights, strict=True)),
-                chosen(gate),
+                ", ".join(f"{name} {w:.2f}" for name, w in zip(gate.candidates, gate.weights, strict=True))
+                if _measured(gate)
+                else "–",
+                chosen(gate) if _measured(gate) else "–",
                 state(gate),
             )
             for gate, threshold in zip(self.gates, self.thresholds, strict=True)
@@ -35,20 +38,26 @@ class GateReport:
         return text_table(("site", "entropy", "ε_H", "weights", "chosen", "state"), rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON values, for result files: a list of sites, each with its weights by candidate."""
+        """The table as JSON values, for result files: a list of sites, each with its weights by candidate; what is not
+        measured yet is None.
+        """
         return {
             "sites": [
                 {
                     "site": gate.site,
-                    "entropy": gate.entropy,
+                    "entropy": gate.entropy if _measured(gate) else None,
                     "threshold": threshold,
-                    "weights": dict(zip(gate.candidates, gate.weights, strict=True)),
-                    "chosen": chosen(gate),
+                    "weights": dict(zip(gate.candidates, gate.weights, strict=True)) if _measured(gate) else None,
+                    "chosen": chosen(gate) if _measured(gate) else None,
                     "state": state(gate),
                 }
                 for gate, threshold in zip(self.gates, self.thresholds, strict=True)
             ]
         }
+
+
+def _measured(gate: GateState) -> bool:
+    return not math.isnan(gate.entropy)
 
 
 def chosen(gate: GateState) -> str:

@@ -49,6 +49,7 @@ class NormsmithPreTrainedModel(PreTrainedModel):
         r"\.gate$",
         r"\.gate_eval$",
         r"\.scale$",
+        r"\.mean$",  # of a table's units, which half precision may not hold
         r"\.sum_scaled$",
         r"\.sum_power$",
         r"\.batches$",
@@ -168,6 +169,7 @@ class NormsmithModel(NormsmithPreTrainedModel):
             use_cache = self.config.use_cache and self.config.causal and not self.training
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        given = position_ids  # packed sequences show in these; looking for them in our own would wait for the device
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past).unsqueeze(0)
@@ -178,7 +180,7 @@ class NormsmithModel(NormsmithPreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             cache=cache,
-            position_ids=position_ids,
+            position_ids=given,
         )
         if not causal:
             self._tell_norms(attention_mask)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from normsmith.norms.base import Norm, NormConfig
 from normsmith.ops.gate import pool_reference, pool_tokens
-from normsmith.ops.statistics import layer_norm_reference, widen
+from normsmith.ops.statistics import layer_norm_reference, widen, without_autocast
 
 
 class ConditionedConfig(NormConfig):
@@ -43,7 +43,7 @@ class ConditionedNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
         wide = widen(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             c = pool_tokens(wide, self.config.pool, self.token_mask)
             c = F.silu(c) if self.activated else c
             made = F.linear(c, self.generator.to(c.dtype), self.generator_shift.to(c.dtype))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from normsmith.ops.statistics import widen
+from normsmith.ops.statistics import widen, without_autocast
 
 _SMALLEST = 1e-30  # uniform numbers below count as this, so that the noise is finite: torch.rand can return 0
 
@@ -56,7 +56,7 @@ def pool_tokens(x: Tensor, pool: str, mask: Tensor | None = None) -> Tensor:
 
 def gate_logits(pooled: Tensor, selector: Selector) -> Tensor:
     """W₂·relu(W₁·c + b₁) + b₂, (…, d) → (…, K), in float32 (float64 for float64) also under autocast."""
-    with torch.autocast(pooled.device.type, enabled=False):
+    with without_autocast(pooled):
         c = widen(pooled)
         map_in, shift_in, map_out, shift_out = (t.to(c.dtype) for t in selector)
         return F.linear(F.relu(F.linear(c, map_in, shift_in)), map_out, shift_out)

@@ -6,6 +6,8 @@ float64 input) whatever the dtype of x or of the parameters, and round once, to 
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +16,11 @@ from torch.nn import functional as F
 def widen(x: Tensor) -> Tensor:
     """Return x in the dtype statistics are computed in: float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which products of matrices keep their dtype where x is; the meta device knows no autocast."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -46,6 +46,13 @@ class Controller:
         """One optimiser step is complete."""
         self.completed += 1
 
+    def _follow(self, device: torch.device) -> None:
+        # The model may have moved since the schedule was made (a Trainer does that), and numbers that stayed behind
+        # would be waited for at every step; nccl takes none from the CPU.
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
     def auxiliary_loss(self) -> Tensor | float:
         """What the schedule adds to the loss of the last forward pass."""
         return 0.0
@@ -138,7 +145,7 @@ class TaperController(Controller):
         if scales is not None:
             with torch.no_grad():
                 mean = token_mean(scales, self._mask)
-                self._observed += torch.stack((mean, torch.ones_like(mean))).to(self._observed)
+                self._observed = self._observed.to(mean.device) + torch.stack((mean, torch.ones_like(mean)))
         return scales
 
     def auxiliary_loss(self) -> Tensor | float:
@@ -153,6 +160,7 @@ class TaperController(Controller):
         """One optimiser step is complete: update the calibration or freeze it, and move the gates."""
         super().step()
         self._take_scales()
+        self._follow(next(iter(self.sites.values())).scale.device)
         self.overflow.see(self.completed, [*(norm.sum_power for norm in self.sites.values()), self._observed[0]])
         starts = [start for start, _ in self._windows()]
         if self.completed <= max(starts):

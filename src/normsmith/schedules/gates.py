@@ -16,7 +16,10 @@ from normsmith.schedules.gate_freeze import GateFreezeConfig
 
 
 class GateState(NamedTuple):
-    """One gate as it is now: running means of entropy (nats) and weights, its candidates, and whether it is frozen."""
+    """One gate as it is now: running means of entropy (nats) and weights, its candidates, and whether it is frozen.
+
+    Entropy and weights are NaN before a step was monitored.
+    """
 
     site: str
     candidates: tuple[str, ...]
@@ -65,6 +68,7 @@ class GateController(Controller):
     def step(self) -> None:
         """One optimiser step is complete: take the record of the forward passes, decide at T_freeze, move τ."""
         super().step()
+        self._follow(next(iter(self.sites.values())).tau.device)
         if not self._adopted:
             self._adopt_frozen()
         first, freeze = self.config.span(self.length())
@@ -136,7 +140,7 @@ class GateController(Controller):
 
     def gates(self) -> tuple[GateState, ...]:
         """Every gate as it is now; reading them waits for the device."""
-        values = self._unbiased().tolist()
+        values = torch.where(self.samples > 0, self._unbiased(), math.nan).tolist()
         found: list[GateState] = []
         for (name, norm), row in zip(self.sites.items(), values, strict=True):
             weights, entropy, static = row[: len(norm.candidates)], row[-1], bool(norm.static > 0)
@@ -147,16 +151,16 @@ class GateController(Controller):
         return tuple(found)
 
     def progress(self) -> dict[str, float]:
-        """Means over the sites: entropy, weight of each candidate (if all sites have the same), share of frozen gates;
-        and the temperature, where it moves.
+        """Means over the sites: share of frozen gates; once a step was monitored, entropy and weight of each candidate
+        (if all sites have the same); and the temperature, where it moves.
         """
         gates = self.gates()
         count = len(gates)
-        logged = {
-            "gate_entropy": sum(gate.entropy for gate in gates) / count,
-            "gate_frozen": sum(gate.frozen for gate in gates) / count,
-        }
-        if len({gate.candidates for gate in gates}) == 1:
+        logged = {"gate_frozen": sum(gate.frozen for gate in gates) / count}
+        measured = float(self.samples) > 0 or all(gate.static for gate in gates)
+        if measured:
+            logged["gate_entropy"] = sum(gate.entropy for gate in gates) / count
+        if measured and len({gate.candidates for gate in gates}) == 1:
             for i, name in enumerate(gates[0].candidates):
                 logged[f"gate_weight_{name}"] = sum(gate.weights[i] for gate in gates) / count
         if any(norm.config.tau_end is not None for norm in self.sites.values()):

@@ -132,6 +132,7 @@ class OneByOneController(Controller):
     def step(self) -> None:
         """One optimiser step is complete: update the running means, and do what is due."""
         super().step()
+        self._follow(next(iter(self.sites.values())).sigma.device)
         self.overflow.see(self.completed, [norm.sum_sigma for norm in self.sites.values()])
         plan = self.config.plan(self.length(), self.uses)
         if self.completed <= plan[-1].step:

@@ -22,7 +22,10 @@ class Overflow:
 
     def see(self, step: int, statistics: Iterable[Tensor]) -> None:
         """Look at one number of each site, collected in the forward passes of `step`."""
-        bad = torch.stack([s.to(self.steps.device) for s in statistics]).isfinite().logical_not()
+        found = list(statistics)
+        device = found[0].device  # the model may have moved
+        bad = torch.stack([s.to(device) for s in found]).isfinite().logical_not()
+        self.steps = self.steps.to(device)
         self.steps = torch.where(bad & (self.steps < 0), step, self.steps)
 
     def __str__(self) -> str:

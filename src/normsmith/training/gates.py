@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,6 +33,7 @@ class GateSitesCallback(TrainerCallback):
         """Add the numbers to those of the evaluation, for loggers and for the history."""
         if logs is None or "eval_loss" not in logs:
             return
-        found = {f"site_entropy/{gate.site}": gate.entropy for gate in self.controller.gates()}
+        gates = self.controller.gates()
+        found = {f"site_entropy/{gate.site}": gate.entropy for gate in gates if not math.isnan(gate.entropy)}
         logs |= found
         state.log_history[-1] |= found
