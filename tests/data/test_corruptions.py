@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_sample_image
+from sklearn.datasets import load_digits, load_sample_image
 
 from normsmith.data import corruptions as C
 from normsmith.errors import InputError
@@ -54,6 +55,15 @@ def test_any_size_and_channels(name: str, shape: tuple[int, ...]) -> None:
         images = RANDOM.integers(0, 256, shape, np.uint8) if value is None else np.full(shape, value, np.uint8)
         out = C.corrupt(images, name, 5)
         assert (out.shape, out.dtype) == (shape, np.uint8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_images_are_changed_at_every_severity(name: str) -> None:
+    digits = (load_digits().images[:20, ..., None] * 15.9).astype(np.uint8)
+    distances = [distance(C.corrupt(digits, name, severity), digits) for severity in C.SEVERITIES]
+    assert distances[0] > 0.3
+    assert distances[0] < distances[4]
+    assert all(b >= 0.9 * a for a, b in itertools.pairwise(distances))  # 5 and 6 of 8 pixels blur about alike
 
 
 def test_noise_has_the_moments_it_names() -> None:
@@ -121,7 +131,7 @@ def test_the_official_files_are_read_by_severity(tmp_path: Path) -> None:
     ("images", "name", "severity", "message"),
     [
         (np.zeros((1, 8, 8, 3), np.uint8), "fogg", 1, "unknown corruption 'fogg'; did you mean 'fog'"),
-        (np.zeros((1, 8, 8, 3), np.uint8), "fog", 6, "severity=6: is a number from 1 to 5"),
+        (np.zeros((1, 8, 8, 3), np.uint8), "fog", 6, "severity=6: is a whole number from 1 to 5"),
         (np.zeros((1, 8, 8, 3)), "fog", 1, "images of float64"),
         (np.zeros((1, 3, 8, 8), np.uint8), "fog", 1, r"shape \(1, 3, 8, 8\)"),
     ],

@@ -100,6 +100,19 @@ def test_hub_images_of_other_modes(tmp_path: Path) -> None:
         read([deep, deep], "deep")
 
 
+def test_a_hub_split_whose_labels_are_withheld(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    for split in ("train", "validation", "test"):
+        labels = [-1] * 60 if split == "test" else [0, 1] * 30
+        rows = {"image": [Image.fromarray(c) for c in COLOUR], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    data = load("images", source=f"hub:{tmp_path}")
+    assert len(data.test) == 60
+    assert any("validation split" in note for note in data.notes)
+
+
 def test_missing_words_in_a_table(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     places = ["sea" if i % 2 else "hill" for i in range(80)]
@@ -123,6 +136,34 @@ def test_the_label_column_of_a_small_file_is_that_of_the_training_file(tmp_path:
     (tmp_path / "dev.tsv").write_text("good\ta fine text\nbad\t \n")
     with pytest.raises(InputError, match=r"dev.tsv, line 2: has the label 'bad' and no text"):
         load("sentences", source=str(tmp_path))
+    (tmp_path / "dev.tsv").write_text("good\ta fine text\n\ta poor text\n")
+    with pytest.raises(InputError, match=r"dev.tsv, line 2: has no label"):
+        load("sentences", source=str(tmp_path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path: Path) -> None:
+    for split in ("train", "dev"):
+        lines = ["label\ttext", *(f"{'good' if i % 3 else 'bad'}\ttext number {i}" for i in range(60))]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    assert load("sentences", source=str(tmp_path)).facts.labels == ("bad", "good")
+
+
+def test_columns_that_hardly_vary(tmp_path: Path) -> None:
+    def table(cell: Callable[[int], str], target: Callable[[int], str] = str) -> Path:
+        path = tmp_path / "t.csv"
+        path.write_text("a,b,y\n" + "".join(f"{cell(i)},{i * i % 7},{target(i)}\n" for i in range(300)))
+        return path
+
+    data = load("table", source=str(table(lambda i: "0.1")))
+    assert data.moments is not None
+    assert data.moments["scale"][0] == 0  # exactly: then it counts as 1, and another value is not blown up
+    refuse("table", "the target 'y' has one value in all training rows", table(str, lambda i: "1.1"))
+    refuse("table", "'a' varies by .* around values of 1.7e[+]09, which float32 cannot tell apart; subtract",
+           table(lambda i: str(1700000000 + i)))  # fmt: skip
+    refuse("table", "'y' varies by .* which float32 cannot tell", table(str, lambda i: str(1e8 + i)))
+    load("table", source=str(table(lambda i: str(1.7e9 + 1e5 * i))))
+    refuse("table", "'y' is in target twice", table(str), target=["y", "y"])
+    refuse("table", "'y' is in target and drop", table(str), target="y", drop=["y"])
 
 
 def test_two_columns_of_words_and_tags(tmp_path: Path) -> None:

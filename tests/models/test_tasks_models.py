@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from normsmith.models.branch import Branch
 from normsmith.models.classify import Standardise, pool
 from normsmith.norms import Norm
 from normsmith.surgery import find_norms, fold_, swap_norms_, taper_
+from normsmith.surgery.example import make_example
 from tests.conftest import scramble
 
 SIZES: dict[str, Any] = {
@@ -182,6 +184,31 @@ def test_a_table_goes_in_and_comes_out_in_its_own_units() -> None:
         out.loss, ((raw - (y - torch.tensor([100.0, -5])) / torch.tensor([20.0, 2])) ** 2).mean()
     )
     torch.testing.assert_close(Standardise.invert(model.target, model.target(y)), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_units_that_half_precision_does_not_hold(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = table()
+    model.standardise.set_([1.0, 2e5, 3, 4, 5], [1.0, 1e5, 3, 4, 5])
+    model.target.set_([206855.0, 0.0], [1e5, 1.0])
+    x = INPUTS[table]["features"] * torch.tensor([1, 1e5, 1, 1, 1])
+    exact = model(x).logits
+    model.save_pretrained(tmp_path)
+    for half in (copy.deepcopy(model).to(dtype), M.NormsmithForTableRegression.from_pretrained(tmp_path, dtype=dtype)):
+        assert half.regressor.weight.dtype == dtype
+        assert torch.equal(half.target.mean, model.target.mean)
+        off = (half(x).logits - exact).abs().amax(0)
+        assert off[0] < 3e3, off
+        assert off[1] < 3e-2, off
+
+
+def test_an_example_is_made_in_the_units_of_the_training_data() -> None:
+    model = table()
+    model.standardise.set_([1e4, 2, 3, 4, 5], [10.0, 2, 3, 0, 5])
+    assert (make_example(model)["features"][:, 0] - 1e4).abs().max() < 100
+    images = vision()
+    images.standardise.set_([0.5, 0.5, 0.5], [0.01, 0.01, 0.01])
+    assert (make_example(images)["pixel_values"] - 0.5).abs().max() < 0.1
 
 
 def test_branch_against_its_formula_and_in_the_mean() -> None:

@@ -150,6 +150,9 @@ def test_the_slope_between_the_rows_of_the_table_is_interpolated() -> None:
     [
         ("dyt", {"alpha": 0.0}, "alpha = 0.0"),
         ("dyt", {"alpha": "wide"}, "alpha"),
+        ("dyt", {"alpha": float("nan")}, "alpha = nan"),
+        ("derf", {"alpha": float("inf")}, "alpha = inf"),
+        ("derf", {"shift": float("nan")}, "shift = nan"),
         ("derf", {"alpha": -1.0}, "alpha = -1.0"),
         ("adanorm", {"scale": 0.0}, "scale = 0.0"),
         ("film", {"pool": "batch"}, "pool = 'batch'"),

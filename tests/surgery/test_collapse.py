@@ -261,6 +261,34 @@ def test_padding_does_not_count() -> None:
         assert b.max_deviation == pytest.approx(a.max_deviation, rel=1e-3)
 
 
+class Twice(nn.Module):
+    """One site that stands at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = AutoNorm(16, candidates=["layernorm", "dyt"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x) - 3 * x)
+
+
+def test_a_site_that_is_called_twice_is_judged_by_both_calls() -> None:
+    torch.manual_seed(0)
+    made, x = Twice().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        made.norm.selector_out.mul_(30)
+        first = made.norm(x) - 3 * x
+        weights = (made.norm.weights(x).mean(0) + made.norm.weights(first).mean(0)) / 2
+        outputs = [made.norm(x), made.norm(first)]
+        chosen = made.norm.candidates[int(weights.argmax())]
+        lost = [(chosen(v) - y).square().sum() for v, y in zip((x, first), outputs, strict=True)]
+        size = sum(y.square().sum() for y in outputs)
+    assert apart(made.norm.weights(x).mean(0), made.norm.weights(first).mean(0)) > 0.1
+    report = ns.collapse_(made, x, force=True)
+    assert report.collapsed[0].weight == pytest.approx(float(weights.max()), rel=1e-4)
+    assert report.collapsed[0].mean_deviation == pytest.approx(float((sum(lost) / size).sqrt()), rel=1e-3)
+
+
 def test_modes_and_optimiser_are_kept() -> None:
     made = model().train()
     made.model.layers[0].eval()

@@ -39,8 +39,8 @@ def corrupt(images: Images, name: str, severity: int, seed: int = 0) -> Images:
     """
     if name not in CORRUPTIONS:
         raise UnknownNameError("corruption", name, CORRUPTIONS)
-    if severity not in SEVERITIES:
-        raise InputError(f"severity={severity}: is a number from 1 to 5")
+    if severity not in SEVERITIES or not isinstance(severity, int | np.integer):
+        raise InputError(f"severity={severity!r}: is a whole number from 1 to 5")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3) or min(images.shape[1:3]) < 4:
         raise InputError(
             f"images of {images.dtype} and shape {images.shape} cannot be corrupted; expected uint8 "
@@ -73,8 +73,8 @@ def impulse_noise(x: Floats, strength: Any, random: np.random.Generator) -> Floa
 
 
 def defocus_blur(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
-    """Mean over a disk whose radius is a share of the image's width."""
-    return _convolve(x, _disk(strength * _side(x)))
+    """Mean over a disk whose radius is a share of the image's width, and more than the half pixel that does nothing."""
+    return _convolve(x, _disk(max(strength * _side(x), 0.5 + 5 * strength)))
 
 
 def glass_blur(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
@@ -91,8 +91,8 @@ def glass_blur(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
 
 
 def motion_blur(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
-    """Mean along a line of random direction whose length is a share of the width."""
-    return _convolve(x, _line(max(strength * _side(x), 1.0), random.uniform(-np.pi / 4, np.pi / 4)))
+    """Mean along a line of random direction whose length is a share of the width, and more than the pixel itself."""
+    return _convolve(x, _line(max(strength * _side(x), 1 + 4 * strength), random.uniform(-np.pi / 4, np.pi / 4)))
 
 
 def zoom_blur(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
@@ -147,11 +147,11 @@ def elastic_transform(x: Floats, strength: Any, random: np.random.Generator) -> 
 
 
 def pixelate(x: Floats, strength: Any, random: np.random.Generator) -> Floats:
-    """Shrink to `strength` of the size by the mean of areas, and enlarge again without smoothing."""
+    """Shrink to `strength` of the size, by a pixel at least, by the mean of areas; enlarge again without smoothing."""
     from PIL import Image
 
     height, width = x.shape[:2]
-    small = (max(round(width * strength), 1), max(round(height * strength), 1))
+    small = (min(round(width * strength), width - 1), min(round(height * strength), height - 1))
     channels = [Image.fromarray(np.ascontiguousarray(x[..., c], np.float32)) for c in range(x.shape[-1])]
     changed = [
         c.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.NEAREST) for c in channels
@@ -202,8 +202,8 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
     """
     if name not in CORRUPTIONS:
         raise UnknownNameError("corruption", name, CORRUPTIONS)
-    if severity not in SEVERITIES:
-        raise InputError(f"severity={severity}: is a number from 1 to 5")
+    if severity not in SEVERITIES or not isinstance(severity, int | np.integer):
+        raise InputError(f"severity={severity!r}: is a whole number from 1 to 5")
     arrays: list[npt.NDArray[Any]] = []
     for path in (Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"):
         try:

@@ -204,7 +204,7 @@ def read_hub(source: str, subset: str | None) -> Read:
         label = "fine_label" if "fine_label" in labels else labels[0]  # CIFAR-100 has coarse ones too
         classes = tuple(features[label].names)
         named = "validation" if split.startswith("valid") else split
-        if named in ("train", "validation", "test"):
+        if named in ("train", "validation", "test") and min(rows[label], default=0) >= 0:  # -1: labels are withheld
             pixels = [_pixels(row, f"{name}: image {i} of {split}") for i, row in enumerate(rows[images[0]])]
             splits[named] = (cast("Any", pixels), np.array(rows[label]))
     if "train" not in splits:

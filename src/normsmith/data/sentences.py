@@ -114,7 +114,7 @@ def read_tsv(source: str) -> dict[str, list[Labelled]]:
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             read = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
             return [(line, row) for line, row in enumerate(read, start=1) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -139,6 +139,8 @@ def _tsv(path: Path, label: int | None) -> list[Labelled] | None:
             raise InputError(f"{path}, line {line}: has {len(row)} column(s), expected a text and a label")
         if not row[1 - label].strip():
             raise InputError(f"{path}, line {line}: has the label {row[label]!r} and no text; remove the line")
+        if not row[label].strip():
+            raise InputError(f"{path}, line {line}: has no label; write one, or remove the line")
     return [(row[1 - label].strip(), row[label].strip()) for _, row in rows]
 
 

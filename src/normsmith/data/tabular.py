@@ -87,9 +87,9 @@ def load_table(config: TableConfig) -> TaskData:
     y = np.stack([_numbers(table, name, config, target=True) for name in targets], axis=1)
     moments = {
         "mean": x[splits["train"]].mean(0),
-        "scale": x[splits["train"]].std(0),
+        "scale": _spread(x[splits["train"]], names, config.source),
         "target_mean": y[splits["train"]].mean(0),
-        "target_scale": y[splits["train"]].std(0),
+        "target_scale": _spread(y[splits["train"]], targets, config.source),
     }
     if constant := [name for name, s in zip(targets, moments["target_scale"], strict=True) if not s]:
         raise InputError(f"{config.source}: the target {constant[0]!r} has one value in all training rows")
@@ -104,6 +104,22 @@ def load_table(config: TableConfig) -> TaskData:
         notes=(f"{len(keys):,} rows, {len(names)} features, target {', '.join(targets)}", *notes),
         moments=moments,
     )
+
+
+_RESOLVED = 1e-5  # smallest spread, beside the largest value, that leaves float32 a hundred steps or more
+
+
+def _spread(columns: npt.NDArray[np.float64], names: list[str], source: str) -> npt.NDArray[np.float64]:
+    """Standard deviation of each column; 0, without rounding, where all values are equal."""
+    spread = np.where(np.ptp(columns, axis=0) == 0, 0.0, columns.std(0))
+    largest = np.abs(columns).max(0)
+    for name, deviation, size in zip(names, spread, largest, strict=True):
+        if 0 < deviation < _RESOLVED * size:
+            raise InputError(
+                f"{source}: {name!r} varies by {deviation:.3g} around values of {size:.3g}, which float32 cannot tell "
+                "apart; subtract a constant from the column, or drop it"
+            )
+    return spread
 
 
 def finish(row: dict[str, Any]) -> dict[str, Tensor]:
@@ -149,6 +165,10 @@ def _targets(table: Table, config: TableConfig) -> list[str]:
     for name in (*targets, *config.drop):
         if name not in table.header:
             raise UnknownNameError("column", name, table.header, config.source)
+    for name in targets:
+        if name in config.drop or targets.count(name) > 1:
+            where = "target and drop" if name in config.drop else "target twice"
+            raise InputError(f"{config.source}: {name!r} is in {where}; write it once")
     return targets
 
 

@@ -16,6 +16,7 @@ from normsmith.errors import InputError
 from normsmith.models.branch import Fresh
 from normsmith.models.config import NormsmithConfig
 from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel
+from normsmith.norms.base import Stateful
 
 
 @strict
@@ -58,10 +59,11 @@ class NormsmithVisionConfig(NormsmithConfig):
         super().__post_init__(**kwargs)
 
 
-class Standardise(nn.Module):
-    """(x − mean) / scale with fixed buffers (n,) for `n` channels or columns, saved with the model.
+class Standardise(Stateful):
+    """(x − mean) / scale with fixed float32 buffers (n,) for `n` channels or columns, saved with the model.
 
-    The model then takes what the data hold, and nobody has to remember how they were scaled.
+    The model then takes what the data hold, and nobody has to remember how they were scaled. Results are float32
+    whatever the model's dtype: float16 ends at 65,504, and a table's units do not.
     """
 
     mean: Tensor

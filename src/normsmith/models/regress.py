@@ -105,7 +105,7 @@ class NormsmithForTableRegression(NormsmithPreTrainedModel):
         loss = None if labels is None else F.mse_loss(predicted.float(), self.target(labels).float())
         return SequenceClassifierOutput(
             loss=loss,
-            logits=self.target.invert(predicted),
+            logits=self.target.invert(predicted.float()),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

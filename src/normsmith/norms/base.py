@@ -32,7 +32,20 @@ class LinearForm(NamedTuple):
         return x if self.shift is None else x + self.shift
 
 
-class Norm(nn.Module):
+class Stateful(nn.Module):
+    """A module whose buffers keep their dtype when the model's changes, as gates, scales, sums and moments must."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # `model.bfloat16()` must not round them: buffers follow the device, not the dtype.
+        kept = {name: old for name, old in self._buffers.items() if old is not None}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = cast("Tensor", self._buffers[name])
+            self._buffers[name] = new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device)
+        return self
+
+
+class Norm(Stateful):
     """A module (…, d) → (…, d) standing where LayerNorm or RMSNorm would stand.
 
     `forward` keeps shape and dtype and computes statistics in float32. Parameters are called `alpha, gamma, beta`,
@@ -53,15 +66,6 @@ class Norm(nn.Module):
             raise InputError(f"{type(self).__name__}: width must be at least 1, got {width}")
         self.width = width
         self.config = type(self).Config(**{"kind": self.kind, **options}) if config is None else config
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # `model.bfloat16()` must not round gates, scales and sums: buffers follow the device, not the dtype.
-        kept = {name: old for name, old in self._buffers.items() if old is not None}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            new = cast("Tensor", self._buffers[name])
-            self._buffers[name] = new.to(old.dtype) if old.is_meta or new.is_meta else old.to(new.device)
-        return self
 
     def reference(self, x: Tensor) -> Tensor:
         """The norm's formula in float64, written literally; `forward` is tested against it."""

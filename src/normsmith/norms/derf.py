@@ -19,8 +19,8 @@ class DerfConfig(NormConfig):
     """
 
     kind: Literal["derf"] = "derf"
-    alpha: float = Field(default=0.5, gt=0)
-    shift: float = 0.0
+    alpha: float = Field(default=0.5, gt=0, allow_inf_nan=False)
+    shift: float = Field(default=0.0, allow_inf_nan=False)
     bias: bool = True
 
 

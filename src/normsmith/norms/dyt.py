@@ -52,8 +52,8 @@ class DyTConfig(NormConfig):
 
     def check(self) -> None:
         """A slope is above 0."""
-        if self.alpha != "width" and self.alpha <= 0:
-            raise ValueError(f"alpha = {self.alpha}: input should be greater than 0")
+        if self.alpha != "width" and not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha = {self.alpha}: input should be a finite number greater than 0")
 
 
 @norms.register("dyt")

@@ -102,12 +102,13 @@ def collapse_(model: nn.Module, example: Any = None, threshold: float = 0.9, *, 
     collapsed: list[Collapsed] = []
     kept: list[tuple[str, str]] = []
     for norm, names in sites.items():
-        weights, settled = _settled(norm, seen.get(norm), threshold)
+        calls = seen.get(norm, [])
+        weights, settled = _settled(norm, calls, threshold)
         module, chosen = _choice(norm, weights, settled or force)
         if module is None:
             kept.append((names[0], chosen))
             continue
-        mean, largest = _deviations(module, seen.get(norm))
+        mean, largest = _deviations(module, calls)
         collapsed.append(Collapsed(names[0], chosen, float(weights.max()), mean, largest))
         carry_hooks(norm, module)
         new |= dict.fromkeys(names, module.train(norm.training))
@@ -142,12 +143,12 @@ def _sites(model: nn.Module) -> dict[AutoNorm, list[str]]:
     return found
 
 
-def _watch(model: nn.Module, sites: dict[AutoNorm, list[str]], example: Any) -> dict[nn.Module, _Seen]:
-    seen: dict[nn.Module, _Seen] = {}
+def _watch(model: nn.Module, sites: dict[AutoNorm, list[str]], example: Any) -> dict[nn.Module, list[_Seen]]:
+    seen: dict[nn.Module, list[_Seen]] = {}
 
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         mask = getattr(module, "token_mask", None)
-        seen[module] = _Seen(args[0].detach().clone(), output.detach().clone(), mask)
+        seen.setdefault(module, []).append(_Seen(args[0].detach().clone(), output.detach().clone(), mask))
 
     modes = {module: module.training for module in model.modules()}
     handles = [norm.register_forward_hook(look) for norm in sites]
@@ -161,18 +162,24 @@ def _watch(model: nn.Module, sites: dict[AutoNorm, list[str]], example: Any) -> 
     return seen
 
 
-def _settled(norm: AutoNorm, seen: _Seen | None, threshold: float) -> tuple[Tensor, bool]:
-    """The mean noise-free weights (K,), and whether they say that the gate has settled."""
-    static = norm.config.gate == "static" or bool(norm.static > 0)
-    if seen is None and not static:
+def _settled(norm: AutoNorm, calls: list[_Seen], threshold: float) -> tuple[Tensor, bool]:
+    """The mean noise-free weights (K,) over all calls of the site, and whether they say that the gate has settled."""
+    if norm.config.gate == "static" or bool(norm.static > 0):
+        found = [(norm.static_weights, None)]
+    elif calls:
+        found = [(_weights(norm, call), call.mask) for call in calls]
+    else:
         return torch.full((len(norm.candidates),), float("nan")), False
-    weights = norm.static_weights if static or seen is None else norm.weights(seen.x)
-    mask = None if seen is None else seen.mask
-    mean = masked_mean(weights.double(), mask)
+    mean = torch.stack([masked_mean(weights.double(), mask) for weights, mask in found]).mean(0)
     if norm.config.evaluation == "argmax":
-        share = masked_mean(one_hot_maximum(weights).double(), mask)
-        return mean, bool(share.max() == 1)
+        shares = [masked_mean(one_hot_maximum(weights).double(), mask) for weights, mask in found]
+        return mean, bool(torch.stack(shares).mean(0).max() == 1)
     return mean, bool(mean.max() >= threshold)
+
+
+def _weights(norm: AutoNorm, call: _Seen) -> Tensor:
+    norm.token_mask = call.mask
+    return norm.weights(call.x)
 
 
 def _choice(norm: AutoNorm, weights: Tensor, take: bool) -> tuple[Norm | None, str]:
@@ -202,17 +209,21 @@ def _without_selector(norm: AutoNorm) -> AutoNorm:
     return new
 
 
-def _deviations(module: Norm, seen: _Seen | None) -> tuple[float | None, float | None]:
-    if seen is None:
+def _deviations(module: Norm, calls: list[_Seen]) -> tuple[float | None, float | None]:
+    """How far the site's outputs move over all its calls: ‖new − old‖/‖old‖, and the largest one of a token."""
+    if not calls:
         return None, None
-    if hasattr(module, "token_mask"):
-        setattr(module, "token_mask", seen.mask)  # noqa: B010 (norms that pool over tokens have it)
+    lost, total, largest = 0.0, 0.0, 0.0
     training = module.training
-    new = type(module).forward(module.eval(), seen.x).double()
+    for call in calls:
+        if hasattr(module, "token_mask"):
+            setattr(module, "token_mask", call.mask)  # noqa: B010 (norms that pool over tokens have it)
+        new, old = type(module).forward(module.eval(), call.x).double(), call.y.double()
+        rows = torch.linalg.vector_norm(new - old, dim=-1) / torch.linalg.vector_norm(old, dim=-1).clamp_min(1e-30)
+        if call.mask is not None and call.mask.shape == rows.shape:
+            real = (call.mask != 0)[..., None]
+            new, old, rows = new.where(real, 0), old.where(real, 0), rows.where(real[..., 0], 0)
+        lost, total = lost + float((new - old).square().sum()), total + float(old.square().sum())
+        largest = max(largest, float(rows.max()))
     module.train(training)
-    old = seen.y.double()
-    rows = torch.linalg.vector_norm(new - old, dim=-1) / torch.linalg.vector_norm(old, dim=-1).clamp_min(1e-30)
-    if seen.mask is not None and seen.mask.shape == rows.shape:
-        real = (seen.mask != 0)[..., None]
-        new, old, rows = new.where(real, 0), old.where(real, 0), rows.where(real[..., 0], 0)
-    return float((new - old).norm() / old.norm().clamp_min(1e-30)), float(rows.max())
+    return (lost / max(total, 1e-60)) ** 0.5, largest

@@ -70,7 +70,18 @@ def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
             f"{type(model).__name__} has no config that says what it takes: pass example=, an input for one forward "
             "pass, for instance example=torch.randn(2, 16, 64)"
         )
-    return {name: value.to(device) for name, value in _in_dtype(model, example).items()}
+    example = {name: value.to(device) for name, value in _in_dtype(model, example).items()}
+    return _in_units(model, example)
+
+
+def _in_units(model: nn.Module, example: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pixels and rows as a model that standardises them takes them: with the moments of its training data."""
+    standardise: Any = getattr(model, "standardise", None)
+    axes = {"pixel_values": 1, "features": -1} if hasattr(standardise, "invert") else {}
+    return {
+        name: standardise.invert(value.movedim(axes[name], -1)).movedim(-1, axes[name]) if name in axes else value
+        for name, value in example.items()
+    }
 
 
 def _in_dtype(model: nn.Module, example: dict[str, Tensor]) -> dict[str, Tensor]:
