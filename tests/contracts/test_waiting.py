@@ -9,9 +9,12 @@ import torch
 
 from normsmith.connections import connections
 from normsmith.models import (
+    NormsmithConfig,
     NormsmithForCausalLM,
     NormsmithForImageClassification,
+    NormsmithForSequenceClassification,
     NormsmithForTableRegression,
+    NormsmithForTokenClassification,
     NormsmithTableConfig,
     NormsmithVisionConfig,
     preset_config,
@@ -40,9 +43,17 @@ def test_a_step_of_a_language_model(option: tuple[str, str], preset: str) -> Non
 
 @pytest.mark.parametrize("norm", ["layernorm", {"kind": "autonorm", "pool": "sequence"}, "random_selector"])
 def test_a_step_of_an_encoder(norm: Any) -> None:
+    labels = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
+    config = NormsmithConfig(**SIZES, **labels, vocab_size=60, causal=False, norm=norm)
     image = {"image_size": 8, "patch_size": 4, "num_channels": 1, "drop_path": 0.1, "layer_scale": 0.1}
     with META:
         images = NormsmithForImageClassification(NormsmithVisionConfig(**SIZES, **image, norm=norm))
         train(images, pixel_values=torch.rand(2, 1, 8, 8), labels=torch.zeros(2, dtype=torch.long))
+        ids, mask = torch.randint(60, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+        for cls, wanted in (
+            (NormsmithForTokenClassification, ids % 2),
+            (NormsmithForSequenceClassification, ids[:, 0]),
+        ):
+            train(cls(config), input_ids=ids, attention_mask=mask, labels=wanted)
         table = NormsmithForTableRegression(NormsmithTableConfig(**SIZES, num_features=5, norm=norm))
         train(table, features=torch.rand(2, 5), labels=torch.rand(2, 1))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import normsmith as ns
 from normsmith.models import NormsmithForCausalLM, preset_config
@@ -15,6 +17,17 @@ from normsmith.schedules import Controller, SequentialConfig
 from normsmith.schedules.overflow import Overflow
 
 IDS = torch.randint(60, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+class NoCopies(TorchDispatchMode):
+    """Fails where a step takes numbers from the CPU to the device, which would be waited for on an accelerator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cpu"]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_meta]
+        assert not (given and made), f"{func} takes {tuple(given[0].shape)} from the CPU"
+        return result
 
 
 def small(norm: str) -> NormsmithForCausalLM:
@@ -34,6 +47,7 @@ def numbers(controller: Controller) -> dict[str, Tensor]:
     [
         ("autonorm", lambda m: ns.freeze_gates_(m, {"freeze": 0.5}, steps=20)),
         ("layernorm", lambda m: ns.taper_(m, {"warmup": 0.5}, steps=20)),
+        ("layernorm", lambda m: ns.taper_(m, {"warmup": 0.5, "calibration": "batch"}, steps=20)),
         ("layernorm", lambda m: ns.remove_one_by_one_(m, SequentialConfig(start_step=9, gaps=(1, 1, 1)), steps=40)),
     ],
 )
@@ -43,10 +57,15 @@ def test_what_a_schedule_knows_follows_the_model(norm: str, schedule: Callable[[
     model(input_ids=IDS, labels=IDS).loss.backward()
     controller.step()
     assert numbers(controller)
+    model.config.use_cache = False
     model.to("meta")  # has no values, so a step that waited for one would fail as well
-    loss = model(input_ids=IDS.to("meta"), labels=IDS.to("meta")).loss + controller.auxiliary_loss()
-    loss.backward()
-    controller.step()
+    ids = IDS.to("meta")
+    (model(input_ids=ids, labels=ids).loss + controller.auxiliary_loss()).backward()
+    controller.step()  # brings the numbers over; from then on nothing else goes to the device
+    with NoCopies():
+        controller.step()
+        model(input_ids=ids, labels=ids)
+        controller.step()
     assert {name: value.device.type for name, value in numbers(controller).items()} == dict.fromkeys(
         numbers(controller), "meta"
     )

@@ -88,6 +88,19 @@ def test_without_the_option_nothing_is_added(base: Recipe, data: TextData, tmp_p
     assert [e.get("loss") for e in one.history] == [e.get("loss") for e in two.history]
 
 
+def test_scoring_the_weights_is_no_part_of_what_an_evaluation_logs(
+    base: Recipe, data: TextData, tmp_path: Path
+) -> None:
+    logged: list[list[tuple[float, float]]] = []
+    for keep in ("last", "best"):
+        training = {**TRAINING, "evaluate_every": 2, "keep": keep}
+        recipe = base.changed(training=training, evaluation={"windows": 30, "diagnostics": True})
+        entries = [e for e in train(recipe, tmp_path / keep, data).history if "eval_loss" in e]
+        logged.append([(entry["logit_norm"], entry["stream_scale_mean"]) for entry in entries])
+    assert len(logged[0]) == 3
+    assert logged[0] == logged[1]
+
+
 def test_a_continued_run_measures_the_same(base: Recipe, data: TextData, tmp_path: Path) -> None:
     recipe = watched(base, norm="autonorm", schedule={"kind": "gate_freeze", "momentum": 0.3})
     train(recipe, tmp_path / "whole", data)

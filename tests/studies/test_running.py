@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from normsmith.data import TextData
 from normsmith.errors import InputError
@@ -24,6 +25,7 @@ from normsmith.studies.cells import FAILURE, read_cell
 from normsmith.studies.comparison import read_comparison
 from normsmith.studies.execute import Here, StudyProgress, carry_out, forget_failures
 from normsmith.studies.locks import Lock
+from normsmith.studies.processes import one_gpu
 from normsmith.studies.runner import run_recipe
 from normsmith.studies.study import Plan, load_study, make_study
 from normsmith.studies.tables import markdown
@@ -244,3 +246,17 @@ def test_an_interruption_leaves_a_run_open_and_lets_go(copied: Path, data: TextD
     assert study.lock(cell).owner() is None
     assert carry_out(study, cell, data, lambda *_: None)
     assert states(copied) == ["finished"] * 9
+
+
+@pytest.mark.parametrize(
+    ("count", "named", "expected"),
+    [(0, None, [None] * 3), (1, "7", [None] * 3), (2, None, ["0", "1", "0"]), (2, "3, GPU-5", ["3", "GPU-5", "3"])],
+)
+def test_workers_take_gpus_in_turn(
+    count: int, named: str | None, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert [one_gpu(number).get("CUDA_VISIBLE_DEVICES") for number in range(3)] == expected

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from transformers import BatchEncoding
 
 from normsmith.errors import InputError
 from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.norms import create_norm
 from normsmith.surgery import Site, find_norms, fold_
+from normsmith.surgery.example import placed
 from tests.tiny import apart, output, tiny
 
 D = 8
@@ -305,6 +308,17 @@ def test_the_meta_device_shows_the_same_structure(family: str) -> None:
         return site.name, site.kind, site.role, site.width, site.facts.eps, site.readers, site.blocked
 
     assert [shape(s) for s in find_norms(twin)] == [shape(s) for s in find_norms(model)]
+
+
+def test_an_example_follows_the_model_to_its_device() -> None:
+    model, ids = tiny("llama").to("meta"), torch.randint(40, (2, 6))
+    for sample in ({"input_ids": ids, "use_cache": False}, (ids, None), BatchEncoding({"input_ids": ids}), ids):
+        there = tree_leaves(placed(model, sample))
+        assert [t.device.type for t in there if isinstance(t, Tensor)] == ["meta"], type(sample)
+        assert [t for t in there if not isinstance(t, Tensor)] == [
+            t for t in tree_leaves(dict(sample) if isinstance(sample, BatchEncoding) else sample) if t is not ids
+        ]
+    assert placed(nn.Identity(), ids) is ids
 
 
 def test_an_identity_is_told_apart_from_its_input() -> None:

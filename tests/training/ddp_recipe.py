@@ -13,7 +13,8 @@ import torch
 from normsmith import ranks
 from normsmith.data import TextData, load_shared
 from normsmith.errors import InputError, NormsmithError
-from tests.training.shared_runs import gated, ngpt, noise, numbers, recipe, tapered
+from normsmith.schedules.overflow import Overflow
+from tests.training.shared_runs import distilled, gated, ngpt, noise, numbers, recipe, tapered
 
 
 def data_of(source: str) -> tuple[TextData, dict[str, Any]]:
@@ -69,6 +70,16 @@ def errors(source: str, folder: Path) -> list[tuple[str, str, int, bool]]:
     return found
 
 
+def overflow() -> str:
+    """What both ranks say of a site whose input was not finite on the second one, at step 3."""
+    seen = Overflow(["first", "second"], torch.device("cpu"))
+    for step in (2, 3, 4):
+        broken = torch.tensor(float("nan") if ranks.rank() == 1 and step == 3 else 1.0)
+        seen.see(step, [torch.tensor(1.0), broken])
+    seen.share()
+    return str(seen)
+
+
 def main() -> None:
     source, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -78,6 +89,8 @@ def main() -> None:
         "tapered": numbers(tapered(source, 2), folder / "tapered"),
         "ngpt": numbers(ngpt(source, 2), folder / "ngpt"),
         "gated": gated(source, data, folder / "gated", 2),
+        "distilled": distilled(source, data, folder / "distilled", 2),
+        "overflow": overflow(),
         "noise": noise(source, data, folder / "noise", 2),
         "errors": errors(source, folder / "tapered"),
         "continued": continued(source, folder / "tapered"),

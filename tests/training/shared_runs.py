@@ -91,6 +91,22 @@ def gated(source: str, data: TextData, folder: Path, processes: int) -> dict[str
     }
 
 
+def distilled(source: str, data: TextData, folder: Path, processes: int) -> dict[str, Any]:
+    """A model that learns from another: the loss is of the global batch, however many processes share it."""
+    chosen = recipe(source, processes)
+    torch.manual_seed(0)
+    teacher, _ = build_scheduled(chosen.changed(seed=7), facts_of(data))
+    model, _ = build_scheduled(chosen, facts_of(data))
+    for each in (teacher, model):
+        each.lm_head.weight.data.mul_(20)  # so that the two predictions differ
+    arguments = chosen.training.arguments(folder, chosen.seed)
+    trainer = Trainer(model, arguments, train_dataset=parts_of(chosen, data).train, teacher=teacher, distill=0.7)
+    trainer.train()
+    logged = [e for e in trainer.state.log_history if "loss" in e]
+    names = ("step", "loss", "grad_norm")
+    return {"history": [{n: e[n] for n in names} for e in logged], "weights": sums(model)}
+
+
 def noise(source: str, data: TextData, folder: Path, processes: int) -> float:
     """A random number as this rank's gates would draw it in training."""
     chosen = recipe(source, processes)

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from normsmith.data import TextData, load_data
 from normsmith.training import TrainingConfig
-from tests.training.shared_runs import gated, ngpt, numbers, recipe, tapered
+from tests.training.shared_runs import distilled, gated, ngpt, numbers, recipe, tapered
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,6 +96,21 @@ def test_ngpt_on_two_ranks_keeps_its_weights_on_the_sphere(
     assert_alike(shared[1][0]["ngpt"], ours)
     assert [rank["ngpt"]["validation"] for rank in shared[1]] == [pytest.approx(ours["validation"], rel=1e-5)] * 2
     assert shared[1][0]["ngpt"]["weights"]["model.embed_tokens.weight"] == pytest.approx(300, rel=1e-5)
+
+
+def test_distillation_on_two_ranks_is_that_of_one_process(
+    shared: tuple[Path, list[dict[str, Any]]], source: str, tmp_path: Path
+) -> None:
+    data = load_data(recipe(source, 1).data)
+    assert isinstance(data, TextData)
+    ours = distilled(source, data, tmp_path / "one", 1)
+    assert_alike(shared[1][0]["distilled"], ours)
+    assert ours["history"][0]["loss"] > 1.02 * ours["history"][-1]["loss"] > 1
+
+
+def test_an_overflow_of_one_rank_is_known_to_both(shared: tuple[Path, list[dict[str, Any]]]) -> None:
+    expected = "the input of second was the first that is not finite, at step 3"
+    assert [rank["overflow"] for rank in shared[1]] == [expected] * 2
 
 
 def test_a_run_is_continued_where_it_was(shared: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -250,6 +250,20 @@ def test_bfloat16_keeps_stream_and_parameters_in_float32(connection: str, tmp_pa
     assert {t.dtype for s in trainer.optimizer.state.values() for t in s.values()} == {torch.float32}
 
 
+def test_after_a_training_in_bfloat16_the_model_computes_in_float32(tmp_path: Path) -> None:
+    model = small()
+    ids = torch.randint(256, (2, 16))
+    trainer = Trainer(model, arguments(tmp_path, bf16=True), train_dataset=windows(), eval_dataset=windows(8))
+    for _ in range(2):
+        trainer.train()
+        fresh = small()
+        fresh.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(model.eval()(input_ids=ids).logits, fresh.eval()(input_ids=ids).logits)
+        assert "forward" not in vars(model)
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
 def test_a_compiled_taper_is_one_graph(tmp_path: Path) -> None:
     torch.compiler.reset()
     counters.clear()

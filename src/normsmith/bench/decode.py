@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from normsmith.bench.timing import Timing, interleave, synchronize
 from normsmith.errors import InputError, VerificationError
+from normsmith.surgery.example import placed
 
 _PASSES = 20  # over the prompt in one timing without a cache: one pass of a small model is shorter than a hiccup
 CacheKind = Literal["dynamic", "static", "none"]
@@ -69,8 +70,8 @@ class Decoder:
             raise InputError("a cache that grows cannot be compiled: write cache static or none")
         if cache != "none" and new_tokens < 2:
             raise InputError(f"decoding {new_tokens} token(s) cannot be timed: ask for at least 2")
-        self.model, self.prompt, self.new_tokens, self.cache = model, prompt, new_tokens, cache
-        graphs = "reduce-overhead" if prompt.is_cuda else "default"
+        self.model, self.prompt, self.new_tokens, self.cache = model, placed(model, prompt), new_tokens, cache
+        graphs = "reduce-overhead" if self.prompt.is_cuda else "default"
         self.step: Callable[..., Any] = torch.compile(model, mode=graphs, dynamic=False) if compiled else model
         # Models without the argument give all logits; then that is what their users pay for.
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -188,13 +189,15 @@ def _compare(
     second: Tensor,
     names: tuple[str, str],
 ) -> None:
+    first, second, prompt = (placed(one, tokens) for tokens in (first, second, prompt))
     different = (first != second).any(0)
     if not different.any():
         return
     position = int(different.nonzero()[0])
     read = torch.cat((prompt, first[:, :position]), dim=1)
     rows = (first != second)[:, position]
-    raw = [cast("Tensor", model(input_ids=read).logits)[rows, -1] for model in (one, other)]
+    found = [cast("Tensor", model(input_ids=placed(model, read)).logits) for model in (one, other)]
+    raw = [logits[:, -1].to(read.device)[rows] for logits in found]
     logits, tolerance = [r.double() for r in raw], max(1e-4, 8 * torch.finfo(raw[0].dtype).eps)
     scale = logits[0].abs().max()
     # Models may differ by rounding; one model run in two ways may do so only where its two best tokens all but tie.

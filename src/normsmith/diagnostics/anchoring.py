@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from normsmith.diagnostics.blocks import evaluating
 from normsmith.diagnostics.roles import WeightPart, weight_parts
 from normsmith.errors import InputError
+from normsmith.surgery.example import placed
 from normsmith.surgery.find import find_norms
 
 
@@ -94,6 +95,10 @@ class Scales:
         mask = self._mask
         fits = mask is not None and mask.numel() == values.numel()
         return (mask != 0).flatten().to(values) if fits and mask is not None else torch.ones_like(values)
+
+    def discard(self) -> None:
+        """Forget the passes so far."""
+        self._sums.zero_()
 
     def drain(self, shared: torch.device | None = None) -> dict[str, float]:
         """`logit_norm`, `stream_scale_mean` and `stream_scale_std`; empty if no pass was counted.
@@ -177,6 +182,7 @@ def anchoring(model: nn.Module, batches: Iterable[Tensor | dict[str, Tensor]]) -
 
 def _loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, int]:
     """The sum of the cross-entropies of all predicted tokens, and their number."""
+    inputs = placed(model, inputs)
     labels = inputs.pop("labels", inputs["input_ids"])
     if (mask := inputs.get("attention_mask")) is not None:
         labels = labels.masked_fill(mask == 0, -100)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normsmith.errors import InputError
+from normsmith.surgery.example import placed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,7 +48,7 @@ def run(model: nn.Module, ids: Tensor, **options: Any) -> Any:
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", None) is not None:
         options = {"use_cache": False, **options}
-    return model(input_ids=ids, **options)
+    return model(**placed(model, {"input_ids": ids, **options}))
 
 
 @contextlib.contextmanager

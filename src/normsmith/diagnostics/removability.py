@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normsmith.errors import InputError
+from normsmith.surgery.example import placed
 from normsmith.surgery.find import Site, Sites
 
 _OUTLIER = 3.0  # times the median token scale
@@ -97,7 +98,7 @@ def audit_removal(
     try:
         model.eval()
         for done, window in enumerate(windows, 1):
-            model(input_ids=window)
+            model(**placed(model, {"input_ids": window}))
             if tick is not None:
                 tick(done)
     finally:

@@ -16,6 +16,7 @@ from normsmith.diagnostics.depth import depth_contribution
 from normsmith.diagnostics.jacobian import Extremes, block_jacobians
 from normsmith.diagnostics.sinks import attention_sinks
 from normsmith.errors import InputError
+from normsmith.surgery.example import placed
 
 _PROBED = 64  # tokens of the window in which Jacobians are taken: attention's graph grows with its square
 
@@ -53,7 +54,7 @@ def stream_scale(model: nn.Module, **inputs: Any) -> list[float]:
         for connection in connections:
             restore.append((connection, vars(connection).get("merge")))  # a merge of the caller's own, or None
             connection.merge = watched(connection)
-        model(**inputs)
+        model(**placed(model, inputs))
     finally:
         for connection, own in restore:
             del connection.merge

@@ -175,12 +175,15 @@ class NormsmithModel(NormsmithPreTrainedModel):
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past).unsqueeze(0)
             self._check_length(past, inputs_embeds.shape[1])
         causal = self.config.causal
+        # Whether a mask masks nothing is worth a look only where that does not wait for the device.
+        here: dict[str, Any] = {} if causal else {"allow_is_bidirectional_skip": inputs_embeds.device.type == "cpu"}
         mask = (create_causal_mask if causal else create_bidirectional_mask)(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             cache=cache,
             position_ids=given,
+            **here,
         )
         if not causal:
             self._tell_norms(attention_mask)

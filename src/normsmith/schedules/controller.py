@@ -62,7 +62,9 @@ class Controller:
         return {}
 
     def diagnosis(self) -> str:
-        """Where and when the forward pass stopped being finite, in a clause; empty while it is, or if not known."""
+        """Where and when the forward pass stopped being finite on any rank, in a clause; empty while it is, or if not
+        known. Where several ranks train, all of them call it.
+        """
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,6 +117,7 @@ class TaperController(Controller):
         self._observed = torch.zeros(2, device=device)  # sum and number of the mean scales since the last step
         self._mask: Tensor | None = None  # of the last forward pass, 0 for padding
         self._mask_position = -1
+        self._copied: tuple[tuple[float, ...], Tensor] | None = None  # weights of sites that are calibrated in turn
         self._handles = [] if anchor is None else [anchor.register_forward_pre_hook(self._observe)]
 
     def watch_padding(self, model: nn.Module) -> None:
@@ -195,12 +198,20 @@ class TaperController(Controller):
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(new)
             new /= distributed.get_world_size()
-        weights = torch.tensor([self._weight(start) for start in starts], device=device)[:, None]
+        weights = self._weights(tuple(self._weight(start) for start in starts), device)
         # Not a product with the weight: where it is 0, what is averaged no longer may be anything.
         self.moments.copy_(
             torch.where(weights > 0, self.moments.lerp(new[:-1].view_as(self.moments), weights), self.moments)
         )
         self.target.lerp_(new[-1], self._weight(min(starts)))
+
+    def _weights(self, values: tuple[float, ...], device: torch.device) -> Tensor:
+        """The weights as a column; equal ones are filled in on the device, others copied there when they change."""
+        if len(set(values)) == 1:
+            return torch.full((len(values), 1), values[0], device=device)
+        if self._copied is None or self._copied[0] != values or self._copied[1].device != device:
+            self._copied = values, torch.tensor(values, device=device)[:, None]
+        return self._copied[1]
 
     def _calibrate(self, places: list[int]) -> None:
         if not places:
@@ -238,6 +249,7 @@ class TaperController(Controller):
 
     def diagnosis(self) -> str:
         """The first site whose input was not finite, with the gate now."""
+        self.overflow.share()
         where = str(self.overflow)
         gates = torch.stack([norm.gate for norm in self.sites.values()])
         return where and f"{where} (mean gate now {float(gates.mean()):.2g})"

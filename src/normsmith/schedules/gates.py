@@ -140,14 +140,17 @@ class GateController(Controller):
 
     def gates(self) -> tuple[GateState, ...]:
         """Every gate as it is now; reading them waits for the device."""
-        values = torch.where(self.samples > 0, self._unbiased(), math.nan).tolist()
+        device = self.means.device
+        flags = torch.stack([torch.stack((n.frozen, n.static)).to(device) for n in self.sites.values()])
+        values = torch.where(self.samples > 0, self._unbiased(), math.nan)
         found: list[GateState] = []
-        for (name, norm), row in zip(self.sites.items(), values, strict=True):
-            weights, entropy, static = row[: len(norm.candidates)], row[-1], bool(norm.static > 0)
+        rows = torch.cat((values, flags), dim=1).tolist()  # read at once
+        for (name, norm), (*row, entropy, frozen, static) in zip(self.sites.items(), rows, strict=True):
+            weights = row[: len(norm.candidates)]
             if static:  # what the site applies, whatever its selector would say
                 weights = norm.static_weights.tolist()
                 entropy = -math.fsum(w * math.log(w) for w in weights if w > 0)
-            found.append(GateState(name, norm.names, entropy, tuple(weights), bool(norm.frozen > 0), static))
+            found.append(GateState(name, norm.names, entropy, tuple(weights), frozen > 0, static > 0))
         return tuple(found)
 
     def progress(self) -> dict[str, float]:

@@ -188,6 +188,7 @@ class OneByOneController(Controller):
 
     def diagnosis(self) -> str:
         """The first site whose input was not finite, with what was removed by then."""
+        self.overflow.share()
         where = str(self.overflow)
         gone = [name for name, norm in self.sites.items() if bool((norm.fake + norm.fake_qk) > 0)]
         return where and f"{where} ({len(gone)} of {len(self.sites)} norms removed by now)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 
 class Overflow:
@@ -27,6 +27,14 @@ class Overflow:
         bad = torch.stack([s.to(device) for s in found]).isfinite().logical_not()
         self.steps = self.steps.to(device)
         self.steps = torch.where(bad & (self.steps < 0), step, self.steps)
+
+    def share(self) -> None:
+        """Let every rank know the first step of all; all of them call it."""
+        if distributed.is_available() and distributed.is_initialized():
+            never = torch.iinfo(self.steps.dtype).max
+            steps = torch.where(self.steps < 0, never, self.steps)
+            distributed.all_reduce(steps, distributed.ReduceOp.MIN)
+            self.steps = torch.where(steps == never, -1, steps)
 
     def __str__(self) -> str:
         """The site and the step in a clause, or nothing if all was finite."""

@@ -29,13 +29,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def one_gpu(number: int) -> dict[str, str]:
+    """The variable with which process `number` sees one of this process's GPUs, in turn; nothing where there is one.
+
+    A run uses the first GPU that it sees, so all of them would else share one.
+    """
+    import torch
+
+    count = torch.cuda.device_count()  # asks the driver and takes no memory of a GPU
+    if count < 2:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = named if len(named) == count else [str(n) for n in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": devices[number % count].strip()}
+
+
 Messages = queue.Queue[tuple["_Worker", dict[str, Any] | None]]
 
 
 class _Worker:
     """A process that takes runs until none is free; it ends itself when this end of its input closes."""
 
-    def __init__(self, study: Study, threads: int, messages: Messages) -> None:
+    def __init__(self, study: Study, threads: int, messages: Messages, number: int = 0) -> None:
         self.errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the process)
         # OpenMP reads these once, when torch is loaded: later is too late.
         budget = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
@@ -45,7 +60,13 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, **budget, "RAYON_NUM_THREADS": str(threads)},
+            env={
+                "OMP_WAIT_POLICY": "passive",
+                **os.environ,
+                **budget,
+                "RAYON_NUM_THREADS": str(threads),
+                **one_gpu(number),
+            },
             start_new_session=True,  # Ctrl-C reaches us alone, and we decide
         )
         self._messages = messages
@@ -82,7 +103,7 @@ class _Worker:
 
 
 class Processes:
-    """`jobs` worker processes on this machine, with ⌊cores / jobs⌋ threads each."""
+    """`jobs` worker processes on this machine, with ⌊cores / jobs⌋ threads each, spread over the GPUs if it has any."""
 
     def __init__(self, jobs: int) -> None:
         self.jobs, self.threads = jobs, max(1, cores() // jobs)
@@ -100,7 +121,7 @@ class Processes:
         cells = {cell.label: cell for cell in study.cells}
         workers: list[_Worker] = []
         try:
-            workers += [_Worker(study, self.threads, messages) for _ in range(count)]
+            workers += [_Worker(study, self.threads, messages, number) for number in range(count)]
             living = set(workers)
             while living:
                 worker, message = messages.get()

@@ -68,6 +68,7 @@ def remove_norms(
     check_output(source, output, overwrite)
     data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
     validation = _validation(data, config)
+    model.to(config.training.arguments(Path("unused"), config.seed).device)  # before it is copied, and measured
     taper = _ordered(model, find_norms(model), data, config)
     # So that a model without such norms, or a schedule that does not fit the run, is known before any training.
     _removing(copy.deepcopy(model), taper, config).close()

@@ -14,13 +14,28 @@ from normsmith.errors import InputError
 
 
 def run_example(model: nn.Module, example: Any = None, seed: int = 0) -> Any:
-    """One forward pass on `example`: a mapping of arguments, a tensor, a tuple of arguments, or None to make one."""
-    example = make_example(model, seed) if example is None else example
+    """One forward pass on `example`: a mapping of arguments, a tensor, a tuple of arguments, or None to make one.
+
+    Its tensors go to the device where the model is, which may be another one after a training.
+    """
+    example = make_example(model, seed) if example is None else placed(model, example)
     # Compiled code has no operations to watch.
     with torch.compiler.set_stance("force_eager"), _shape_only_experts(model):
         if isinstance(example, dict) or hasattr(example, "keys"):
             return model(**example)
         return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def placed(model: nn.Module, example: Any) -> Any:
+    """The example (a mapping, a tuple, a tensor) with its tensors on the model's device."""
+    device = next((p.device for p in model.parameters()), None)
+    if device is None or hasattr(model, "_hf_hook"):  # accelerate's hooks place the inputs of an offloaded model
+        return example
+    if hasattr(example, "keys"):
+        return {name: placed(model, value) for name, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(placed(model, value) for value in example)
+    return example.to(device) if isinstance(example, Tensor) else example
 
 
 @contextmanager

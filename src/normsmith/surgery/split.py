@@ -44,7 +44,8 @@ class _Scaled:
         ratio = ratio.reshape(*output.shape[:-1], 1)
         # Not c + ratio·(out − c): while both uses normalise, the ratio is 1 and every bit stays.
         moved = wide + (ratio - 1) * (wide if constant is None else wide - constant.to(wide.dtype))
-        return torch.where(self.rows.to(output.device), moved.to(output.dtype), output)
+        self.rows = self.rows.to(output.device)  # kept there: a copy in every pass would be waited for
+        return torch.where(self.rows, moved.to(output.dtype), output)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply W's rows of queries and keys by a 0-dim `factor`, and let b make up for what β had there."""

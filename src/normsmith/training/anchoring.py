@@ -27,6 +27,13 @@ class AnchoringCallback(TrainerCallback):
         model = kwargs["model"]
         self._scales = Scales(model, when=lambda: not model.training)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget what others looked at since the last evaluation, as a callback that scores the weights."""
+        if self._scales is not None:
+            self._scales.discard()
+
     def on_log(
         self,
         args: TrainingArguments,

@@ -116,6 +116,7 @@ class TrainingConfig(Config):
             "use_cpu": not torch.accelerator.is_available(),
             "disable_tqdm": True,
             "dataloader_pin_memory": torch.accelerator.is_available(),
+            "accelerator_config": {"non_blocking": True},  # pinned batches are copied while the device computes
             "remove_unused_columns": False,
         }
         if self.evaluate_every:

@@ -51,11 +51,12 @@ class BestWeights(TrainerCallback):
         step = state.global_step
         if step < self.start or step == self.scored:
             return
-        with torch.random.fork_rng():  # looking must not change the noise of the steps that follow
+        here = next(self.model.parameters()).device
+        with torch.random.fork_rng([here] if here.type == "cuda" else []):  # looking changes no noise of later steps
             self.scored, score = step, self.score()
         if score < self.lowest:
             self.step, self.lowest = step, score
-            self.weights = {name: value.detach().cpu().clone() for name, value in self._named().items()}
+            self.weights = {name: value.detach().to("cpu", copy=True) for name, value in self._named().items()}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep what is remembered with the checkpoint."""

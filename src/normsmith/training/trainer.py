@@ -68,6 +68,18 @@ class Trainer(transformers.Trainer):
             self.args.ddp_find_unused_parameters = True
         return super()._build_accelerator_args(**kwargs)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; afterwards the model computes in its own dtype again.
+
+        accelerate puts the autocast of `bf16` and `fp16` around the model's forward and leaves it there, so that all
+        that is done with the model after a training would be in half precision unseen.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.model is not None:
+                _without_autocast(self.accelerator.unwrap_model(self.model))
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to, by role instead of by name."""
         return decayed_names(model)
@@ -110,8 +122,16 @@ class Trainer(transformers.Trainer):
         logs = F.log_softmax(logits[:, :-1].float(), dim=-1)
         each = F.kl_div(logs, F.log_softmax(target.float(), dim=-1), reduction="none", log_target=True).sum(-1)
         kept = inputs["labels"][:, 1:] != -100
-        count = kept.sum() if num_items_in_batch is None else num_items_in_batch
-        return (each * kept).sum() / count
+        if num_items_in_batch is None:
+            return (each * kept).sum() / kept.sum()
+        # The count is then of all ranks, whose gradients are averaged; the model's own loss was multiplied alike.
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        ranks = self.accelerator.num_processes // self.get_tp_size()
+        return (
+            (each * kept).sum()
+            / num_items_in_batch
+            * (ranks if counted and self.args.average_tokens_across_devices else 1)
+        )
 
     def _loss_is_a_share(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether transformers' `training_step` does not divide the loss by the accumulation steps."""
@@ -165,3 +185,14 @@ class Trainer(transformers.Trainer):
             f"the loss or the weights are not finite since step {step}: {where}; lower the learning rate or lengthen "
             "the warm-up"
         )
+
+
+def _without_autocast(model: nn.Module) -> None:
+    # Not accelerate's own way back, which takes transformers' decorators off the forward too.
+    original = vars(model).pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(model).forward:
+        del model.forward  # then the class's is found again; an instance that held it would refer to itself
+    else:
+        model.forward = original
