@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -21,10 +20,11 @@ def guard(study: Path) -> Generator[None]:
 
     The kernel lets go of it when a process dies, so a killed one leaves nothing behind here.
     """
+    from filelock import FileLock
+
     path = study / ".guard"
     try:
-        with path.open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(path):
             yield
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror or error})") from None
@@ -80,12 +80,10 @@ def _lives(holder: dict[str, Any]) -> bool:
     number = holder.get("pid")
     if not isinstance(number, int) or number < 1:
         return False
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
+    import psutil  # os.kill with signal 0 would end the process on Windows
+
+    if not psutil.pid_exists(number):
         return False
-    except OSError:
-        pass
     return holder.get("started") == _start(number)
 
 
