@@ -13,7 +13,7 @@ from normsmith.norms import Norm, norms
 from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import TaperConfig
 from normsmith.surgery import find_norms, fold_, taper_
-from normsmith.surgery.swap import replace_modules
+from normsmith.surgery.replace import replace_modules
 
 LABELS = {
     "baseline": "normalised baseline",

@@ -10,7 +10,7 @@ from torch import nn
 
 from normsmith.bench.timing import Timing, interleave, seconds_of
 from normsmith.surgery.find import Sites
-from normsmith.surgery.swap import replace_modules
+from normsmith.surgery.replace import replace_modules
 
 
 def bench_removal(

@@ -28,7 +28,7 @@ from normsmith.studies.removal_config import METHODS, RemovalConfig, preset
 from normsmith.surgery import FoldReport, Sites, find_norms, fold_, remove_one_by_one_, taper_
 from normsmith.surgery.export import export_model
 from normsmith.surgery.native import MODELLING_FILE
-from normsmith.surgery.swap import replace_modules
+from normsmith.surgery.replace import replace_modules
 from normsmith.training import ProgressCallback, Reporter, Trainer
 
 __all__ = ["METHODS", "Removal", "RemovalConfig", "preset", "remove_norms"]

@@ -8,24 +8,25 @@ the gradient with respect to the outputs of linear layers, put there at random s
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normsmith.surgery.example import make_example
+from normsmith.surgery.example import make_example, placed
 
 _ROWS = 32  # sequences: with random outputs, a unit behind a ReLU is off in all of them once in 2³² times
 _NOTHING = 1e-4  # of the largest gradient: what rounding leaves of a softmax over one score
 
 
-def query_key_rows(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def query_key_rows(model: nn.Module, linears: Mapping[str, nn.Module], example: Any = None) -> dict[str, Tensor]:
     """For each linear layer by name, (rows,) bool: True for outputs that are queries or keys, False for any other.
 
-    Layers whose output the model does not use differentiably are left out.
+    Layers whose output the model does not use differentiably are left out. The token ids are those of `example`.
     """
-    return {name: gradient == 0 for name, gradient in _effects(model, linears, 1).items()}
+    return {name: gradient == 0 for name, gradient in _effects(model, linears, 1, example).items()}
 
 
 def query_rows(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -33,18 +34,27 @@ def query_rows(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, 
     return {name: gradient == 0 for name, gradient in _effects(model, linears, 2).items()}
 
 
-def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int) -> dict[str, Tensor]:
+def _token_ids(model: nn.Module, example: Any) -> Tensor | None:
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    if example is None:
+        return make_example(model).get("input_ids")
+    given = example.get("input_ids") if hasattr(example, "get") else example[0] if type(example) is tuple else example
+    return placed(model, given) if isinstance(given, Tensor) and not given.is_floating_point() else None
+
+
+def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int, example: Any = None) -> dict[str, Tensor]:
     """Per output of each layer the largest gradient at the first of `length` tokens; 0 for what rounding leaves.
 
     Empty for a model that does not take token ids.
     """
-    ids = make_example(model).get("input_ids")
+    ids = _token_ids(model, example)
     if ids is None:
         return {}
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         model = copy.deepcopy(model).float()
         linears = {name: model.get_submodule(name) for name in linears}
-    ids = ids.flatten().repeat(_ROWS)[: _ROWS * length].view(_ROWS, length)
+    ids = ids.flatten().repeat(_ROWS * length)[: _ROWS * length].view(_ROWS, length)
     generator = torch.Generator().manual_seed(0)
     leaves: dict[str, Tensor] = {}
 

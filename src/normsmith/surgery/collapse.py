@@ -15,7 +15,8 @@ from normsmith.norms.padding import watch_padding
 from normsmith.ops.gate import masked_mean, one_hot_maximum
 from normsmith.surgery.example import run_example
 from normsmith.surgery.native import keep_changes
-from normsmith.surgery.swap import carry_hooks, remember, replace_modules
+from normsmith.surgery.replace import carry_hooks, replace_modules
+from normsmith.surgery.swap import remember
 from normsmith.surgery.table import text_table
 from normsmith.surgery.verify import difference, outputs
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from normsmith.errors import InputError
 
+_PASSED_ON = {"self", "args", "kwargs"}
+
 
 def run_example(model: nn.Module, example: Any = None, seed: int = 0) -> Any:
     """One forward pass on `example`: a mapping of arguments, a tensor, a tuple of arguments, or None to make one.
@@ -61,7 +63,7 @@ def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
         InputError: the model has no config to read sizes from, or takes inputs of another sort.
     """
     config: Any = getattr(model, "config", None)
-    forward = set(inspect.signature(model.forward).parameters)
+    forward = _arguments(model)
     makers = {
         "input_ids": _token_ids,
         "pixel_values": _pixels,
@@ -87,6 +89,16 @@ def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
         )
     example = {name: value.to(device) for name, value in _in_dtype(model, example).items()}
     return _in_units(model, example)
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    """What the forward pass takes by name; where it only passes on what it gets, what the one within takes."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # of PEFT's models
+    names = set(inspect.signature(base.forward).parameters)
+    if names <= _PASSED_ON:
+        own = [cls.forward for cls in type(base).__mro__ if "forward" in vars(cls)]
+        names = next((found for f in own if not (found := set(inspect.signature(f).parameters)) <= _PASSED_ON), names)
+    return names
 
 
 def _in_units(model: nn.Module, example: dict[str, Tensor]) -> dict[str, Tensor]:

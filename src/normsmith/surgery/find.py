@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from normsmith.errors import InputError
 from normsmith.norms import Norm
@@ -121,8 +122,9 @@ def find_norms(model: nn.Module, example: Any = None) -> Sites:
     if not isinstance(model, nn.Module):
         raise InputError(f"find_norms takes a torch.nn.Module, got {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # a compiled model is a wrapper around the one that is meant
-    # A norm may be made of others, which stand at no site of their own.
-    parts = {part for norm in model.modules() if isinstance(norm, Norm) for part in norm.modules() if part is not norm}
+    # A norm may be made of others, and what computes a weight (`spectral_norm`) may be called one: these are no sites.
+    makers = [m for m in model.modules() if isinstance(m, Norm | ParametrizationList)]
+    parts = {part for maker in makers for part in maker.modules() if part is not maker}
     named = [(name, module) for name, module in model.named_modules() if module not in parts]
     facts = {name: f for name, module in named if (f := norm_facts(module)) is not None}
     modules = {name: model.get_submodule(name) for name in facts}
@@ -271,6 +273,8 @@ def _complete(model: nn.Module, seen: Trace, sites: Iterable[str]) -> None:
                 bias = reader.bias and reader.bias.replace(reader.module, twin, 1)
                 if weight in parameters and parameters[weight].shape == parameters[reader.weight].shape:
                     new[replace(reader, module=twin, weight=weight, bias=bias)] = None
+                elif isinstance(modules[twin.rpartition(".")[0]], nn.ModuleDict):  # another adapter of PEFT's
+                    use.others.append(f"{twin}, which did not run and has another shape")
         use.readers = list(new)
 
 
@@ -279,9 +283,11 @@ def _idle_siblings(name: str, modules: dict[str, nn.Module], ran: set[str], site
     found: list[str] = []
     for i, part in enumerate(parts):
         stack = ".".join(parts[:i])
-        if not part.isdigit() or not isinstance(modules.get(stack), nn.ModuleList):
+        holder = modules.get(stack)
+        # Experts of a list, or adapters of a dictionary, of which a run uses some.
+        if not (isinstance(holder, nn.ModuleList) and part.isdigit()) and not isinstance(holder, nn.ModuleDict):
             continue
-        for other in range(len(modules[stack])):  # pyright: ignore[reportArgumentType]
+        for other in holder._modules:  # pyright: ignore[reportPrivateUsage]
             member = f"{stack}.{other}"
             twin = ".".join([member, *parts[i + 1 :]])
             runs = any(r == member or r.startswith(member + ".") for r in ran)

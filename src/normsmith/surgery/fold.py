@@ -15,8 +15,9 @@ from normsmith.schedules import close_controllers
 from normsmith.surgery.absorb import Undo, into_producer, into_reader, problem
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.native import keep_changes
+from normsmith.surgery.replace import replace_modules
 from normsmith.surgery.select import Where, select_sites
-from normsmith.surgery.swap import forget_swaps, replace_modules
+from normsmith.surgery.swap import forget_swaps
 from normsmith.surgery.table import text_table
 from normsmith.surgery.uses import Reader
 from normsmith.surgery.verify import Probe

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from normsmith.norms.padding import watch_padding
 from normsmith.surgery.bundle import all_specs, bundle_norms, norm_spec
 
 MODELLING_FILE = "modeling_normsmith.py"
+_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 _CODE = '''"""{base} with other norms, written by normsmith {version}; needs PyTorch and transformers only.
 
@@ -92,6 +94,11 @@ def changes(model: Any) -> dict[str, Any]:
         raise InputError(
             f"{type(model).__name__} is no class of transformers: save its state_dict() and its code yourself"
         )
+    if own := _own_code(model, base):
+        raise InputError(
+            f"{type(model).__name__} has its own {', '.join(own)}, which the native format cannot describe: it would "
+            f"be loaded as {base.__name__}; save its state_dict() and its code yourself"
+        )
     with torch.device("meta"):
         twin = base(model.config)
     stock, found = dict(twin.named_modules(remove_duplicate=False)), {"sites": {}, "biases": {}, "attributes": {}}
@@ -123,6 +130,20 @@ def changes(model: Any) -> dict[str, Any]:
     return found
 
 
+def _own_code(model: nn.Module, base: type[Any]) -> list[str]:
+    """Methods and properties that the model's class has beyond those of transformers; not in classes that we wrote."""
+    mro = type(model).__mro__
+    between = [c for c in mro[: mro.index(base)] if not c.__module__.startswith("transformers.")]
+    return [
+        name
+        for c in between
+        if not c.__module__.endswith(MODELLING_FILE.removesuffix(".py"))
+        for name, value in vars(c).items()
+        if not name.startswith("__")
+        and (inspect.isroutine(value) or isinstance(value, property | classmethod | staticmethod))
+    ]
+
+
 def _eps(module: nn.Module) -> dict[str, float]:
     return {k: v for k, v in vars(module).items() if isinstance(v, float) and ("eps" in k.lower())}
 
@@ -135,7 +156,7 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
     Args:
         model: a model of transformers whose norms were swapped, tapered or folded.
         folder: where to write.
-        kwargs: passed on to `save_pretrained`.
+        kwargs: passed on to `save_pretrained`; with `push_to_hub` the finished folder is uploaded.
 
     Raises:
         InputError: see `changes`.
@@ -144,6 +165,11 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
 
     import normsmith
 
+    if kwargs.get("push_to_hub"):  # transformers would upload the folder before the modelling file is in it
+        hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
+        save_native(model, folder, **{**kwargs, "push_to_hub": False})
+        model.push_to_hub(hub.pop("repo_id", Path(folder).name), **hub)
+        return
     found, base = changes(model), cast("type[Any]", stock_class(model))
     config = next(c for c in type(model.config).__mro__ if c.__module__.startswith("transformers.models."))
     if not any(found.values()):
@@ -169,6 +195,8 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
     )
     # The names of the running model, not those of an older checkpoint format that is chosen by model_type.
     base.save_pretrained(model, folder, **{**kwargs, "save_original_format": False})
+    if not kwargs.get("is_main_process", True):
+        return
     path = Path(folder)
     (path / MODELLING_FILE).write_text(code, encoding="utf-8")
     module = MODELLING_FILE.removesuffix(".py")
@@ -257,21 +285,40 @@ class NativeSaver:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __call__(self, save_directory: str | Path, **kwargs: Any) -> None:
+    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As `PreTrainedModel.save_pretrained`."""
-        save_native(self.model, save_directory, **kwargs)
+        names = list(inspect.signature(cast("Any", type(self.model)).save_pretrained).parameters)[2:]
+        save_native(self.model, save_directory, **dict(zip(names, args, strict=False)), **kwargs)
+
+
+class AdapterSaver:
+    """Stands in for `save_pretrained` of a PEFT model around a changed one: its folder cannot hold the change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As PEFT's, after a warning."""
+        warnings.warn(
+            "the adapters alone are saved, for the model as it was loaded: the norms that were changed since are not "
+            "in the folder. Use merge_and_unload(), and save the model that it returns.",
+            stacklevel=2,
+        )
+        return cast("Any", type(self.model)).save_pretrained(self.model, *args, **kwargs)
 
 
 def keep_changes(model: nn.Module) -> None:
     """From now on let `save_pretrained` of the model, of those inside it and of those it is part of, write the native
     format; a model that takes it as a part later is not among them.
     """
-    for module in (*model.modules(), *_wholes(model)):
+    for module in (*model.modules(), *wholes(model)):
         if stock_class(module) is not None and hasattr(module, "save_pretrained"):
             module.__dict__["save_pretrained"] = NativeSaver(module)
+        elif type(module).__module__.partition(".")[0] == "peft" and hasattr(type(module), "save_pretrained"):
+            module.__dict__["save_pretrained"] = AdapterSaver(module)
 
 
-def _wholes(part: nn.Module) -> list[nn.Module]:
+def wholes(part: nn.Module) -> list[nn.Module]:
     """Every living module that holds `part`: a module does not know who holds it, Python's garbage collector does."""
     found: list[nn.Module] = []
     fresh: list[nn.Module] = [part]

@@ -16,8 +16,9 @@ from normsmith.schedules.sequential import SequentialConfig, Uses
 from normsmith.surgery.attention import query_key_rows
 from normsmith.surgery.find import Site, find_norms
 from normsmith.surgery.native import keep_changes
+from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped
 from normsmith.surgery.split import make_split, split_readers
-from normsmith.surgery.swap import plain_norm, replace_modules
+from normsmith.surgery.swap import plain_norm
 from normsmith.surgery.taper import choose_sites, find_anchor
 from normsmith.surgery.uses import Reader
 
@@ -47,7 +48,8 @@ def remove_one_by_one_(
 
     Raises:
         InputError: nothing to remove, a norm that is no RMSNorm or LayerNorm, no final norm for the auxiliary loss, or
-            a schedule that goes beyond the run.
+            a schedule that goes beyond the run, a model that does not run with fake norms, or one inside
+            DistributedDataParallel.
     """
     if isinstance(config, dict):
         config = SequentialConfig(**config)
@@ -58,19 +60,20 @@ def remove_one_by_one_(
         )
     config = config or SequentialConfig()
     model = getattr(model, "_orig_mod", model)  # a compiled model is a wrapper around the one that is meant
+    refuse_wrapped(model)
     sites = find_norms(model, example)
     chosen = choose_sites(sites, config.placement, config.where)
     new = {site.name: _fake(site) for site in chosen}
     anchor = find_anchor(sites, new, config.scale_loss)
-    uses, readers, reasons = _uses(model, chosen)
+    uses, readers, reasons = _uses(model, chosen, example)
     if steps is not None:
         config.plan(steps, uses)
-    close_controllers(model)  # of an earlier schedule, which this one replaces
-    splits = {name: make_split(model, new[name], found) for name, found in readers.items()}
-    controller = OneByOneController(config, new, uses, splits, anchor, _end_tokens(model), steps)
-    controller.reasons = reasons
-    controller.watch_tokens(model)
-    replace_modules(model, new)
+    with attempted(model, new, example):
+        close_controllers(model)  # of an earlier schedule, which this one replaces
+        splits = {name: make_split(model, new[name], found) for name, found in readers.items()}
+        controller = OneByOneController(config, new, uses, splits, anchor, _end_tokens(model), steps)
+        controller.reasons = reasons
+        controller.watch_tokens(model)
     keep_changes(model)
     return controller
 
@@ -81,14 +84,18 @@ def _fake(site: Site) -> FakeNorm:
     if site.kind not in _FAKE:
         raise InputError(f"{site.name} is a {site.kind}; only RMSNorm and LayerNorm sites can be removed")
     cls = norms.get(_FAKE[site.kind])
-    return cast("FakeNorm", cls.from_site(plain_norm(site), site.width))
+    new = cast("FakeNorm", cls.from_site(plain_norm(site), site.width))
+    carry_hooks(site.module, new)
+    return new
 
 
-def _uses(model: nn.Module, chosen: list[Site]) -> tuple[Uses, dict[str, dict[Reader, Tensor]], dict[str, str]]:
+def _uses(
+    model: nn.Module, chosen: list[Site], example: Any
+) -> tuple[Uses, dict[str, dict[Reader, Tensor]], dict[str, str]]:
     """What each site is for; the readers of those that can be split, by name; and why the others cannot."""
     internal = [site for site in chosen if site.role != "final"]
     linears = {reader.module: model.get_submodule(reader.module) for s in internal for reader in s.consumers}
-    rows = query_key_rows(model, linears)
+    rows = query_key_rows(model, linears, example)
     readers: dict[str, dict[Reader, Tensor]] = {}
     reasons: dict[str, str] = {}
     for site in internal:

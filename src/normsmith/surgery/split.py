@@ -96,8 +96,11 @@ def split_readers(model: nn.Module, site: Site, rows: dict[str, Tensor]) -> dict
         return "the norm stands in several places"
     if all(bool(mask.all()) for mask in found.values()) and len(found) == len(site.consumers):
         return "only queries and keys read it"
+    trained = any(p.requires_grad for p in model.parameters())
     for reader in found:
         module = model.get_submodule(reader.module)
+        if trained and not model.get_parameter(reader.weight).requires_grad:
+            return f"{reader.module} is frozen"
         bias = getattr(module, "bias", None)
         if reader.weight != f"{reader.module}.weight" or reader.module in site.untie:
             return f"{reader.module} shares its weight"

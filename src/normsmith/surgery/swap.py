@@ -19,21 +19,11 @@ from normsmith.norms.padding import check_pooling, pools_sequence, refuse_poolin
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
 from normsmith.surgery.example import make_example, run_example
 from normsmith.surgery.find import Site, find_norms
-from normsmith.surgery.fused import update_fused_forms
 from normsmith.surgery.native import keep_changes
+from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped, replace_modules
 from normsmith.surgery.select import Where, select_sites
 from normsmith.surgery.table import text_table
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 _EXACT = 1e-5
 _Place = tuple[torch.device, torch.dtype] | None
 _SMALLEST_EPS = 1e-30  # the square of no float32 activation that matters; an all-zero token stays finite
@@ -107,7 +97,8 @@ def swap_norms_(
         example: input for one forward pass, as in `find_norms`.
 
     Raises:
-        InputError: an unknown norm, no such site, or a site whose weights are not there (meta device, offloaded).
+        InputError: an unknown norm, no such site, a site whose weights are not there (meta device, offloaded), a model
+            that does not run with the new norms, or one inside DistributedDataParallel.
     """
     if init not in ("match", "fresh"):
         raise InputError(f"swap_norms_ init must be 'match' or 'fresh', got {init!r}")
@@ -115,6 +106,7 @@ def swap_norms_(
     target = norm_config(norm)
     check_pooling(model, target)
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
+    refuse_wrapped(model)
     sites = find_norms(model, example)
     if pools_sequence(target) and _hides_later_tokens(model, sites):
         refuse_pooling(target, type(model).__name__)
@@ -142,9 +134,14 @@ def swap_norms_(
     except BaseException:
         _write_back(saved)  # `match` may have fitted parameters that the new norm shares with the old one
         raise
-    old = {name: model.get_submodule(name) for name in new}
-    replace_modules(model, new)
     if new:
+        old = {name: model.get_submodule(name) for name in new}
+        try:
+            with attempted(model, new, example):
+                pass
+        except BaseException:
+            _write_back(saved)
+            raise
         watch_padding(model)
         keep_changes(model)
         remember(model, old, saved, new)
@@ -281,17 +278,6 @@ def _successor(site: Site, target: NormConfig, given: dict[str, Any], init: str)
     return new.train(old.training)
 
 
-def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let the hooks of `old` run for `new` as well."""
-    for name in _HOOKS:  # the same dictionaries, so that the handle of a hook still removes it
-        if name in old.__dict__:
-            new.__dict__[name] = old.__dict__[name]
-    if hasattr(old, "_hf_hook"):
-        from accelerate.hooks import add_hook_to_module
-
-        add_hook_to_module(new, cast("Any", old)._hf_hook)
-
-
 def _record_inputs(
     model: nn.Module, sites: Sequence[Site], example: Any
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
@@ -364,23 +350,3 @@ def _difference(module: Norm, x: Tensor, y: Tensor) -> float:
     new = type(module).forward(module.eval(), x).double()  # not through the hooks that were carried over
     module.train(training)
     return float((new - y.double()).norm() / y.double().norm().clamp_min(1e-30))
-
-
-def replace_modules(model: nn.Module, new: Mapping[str, nn.Module | None]) -> None:
-    """Put `new[name]` where `name` stands; None removes it (an `nn.Identity` where the parent needs something to call).
-
-    The names are resolved before anything changes, so a wrong one leaves the model as it was.
-    """
-    places = [(*_locate(model, name), module) for name, module in new.items()]
-    for parent, leaf, module in places:
-        # A parent that lists the attribute among its `sites` does without; any other calls what it finds there.
-        gone = None if leaf in getattr(type(parent), "sites", {}) else nn.Identity()
-        setattr(parent, leaf, gone if module is None else module)
-    update_fused_forms(model)
-
-
-def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    parent, _, leaf = name.rpartition(".")
-    module = model.get_submodule(parent)
-    module.get_submodule(leaf)
-    return module, leaf

@@ -15,8 +15,9 @@ from normsmith.schedules.controller import TaperController, close_controllers
 from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.native import keep_changes
+from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped
 from normsmith.surgery.select import select_sites
-from normsmith.surgery.swap import plain_norm, replace_modules
+from normsmith.surgery.swap import plain_norm
 
 _TAPERED = {
     "rmsnorm": "tapered_rmsnorm",
@@ -45,13 +46,15 @@ def taper_(
         example: input for one forward pass, as in `find_norms`.
 
     Raises:
-        InputError: nothing to taper, a norm that is no RMSNorm or LayerNorm, or no final norm to anchor the scale.
+        InputError: nothing to taper, a norm that is no RMSNorm or LayerNorm, no final norm to anchor the scale, a model
+            that does not run with tapered norms, or one inside DistributedDataParallel.
     """
     if isinstance(config, dict):
         config = TaperConfig(**config)
     if not isinstance(config, TaperConfig | None):
         raise InputError(f"taper_ takes a TaperConfig as its second argument, got {config!r}; write steps={config!r}?")
     config = config or TaperConfig()
+    refuse_wrapped(getattr(model, "_orig_mod", model))
     sites = find_norms(model, example)
     chosen = choose_sites(sites, config.placement, config.where)
     new: dict[str, TaperedNorm] = {}
@@ -63,11 +66,12 @@ def taper_(
             raise InputError(f"{site.name} is a {site.kind}; only RMSNorm and LayerNorm sites can be tapered")
         cls = norms.get(_TAPERED[site.kind])
         new[site.name] = cast("TaperedNorm", cls.from_site(plain_norm(site), site.width))
+        carry_hooks(site.module, new[site.name])
     anchor = find_anchor(sites, new, config.scale_loss)
-    close_controllers(model)  # of an earlier taper, whose schedule this one replaces
-    controller = TaperController(config, new, anchor, steps)
-    controller.watch_padding(getattr(model, "_orig_mod", model))
-    replace_modules(model, new)
+    with attempted(model, new, example):
+        close_controllers(model)  # of an earlier taper, whose schedule this one replaces
+        controller = TaperController(config, new, anchor, steps)
+        controller.watch_padding(getattr(model, "_orig_mod", model))
     keep_changes(model)
     return controller
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from normsmith.surgery.uses import Product, Reader, Trace, Use
+from normsmith.surgery.verify import tensors_of
 from normsmith.surgery.weights import Weights, storage_of
 
 _aten = torch.ops.aten
@@ -346,7 +347,7 @@ def trace(model: nn.Module, sites: Mapping[str, nn.Module], run: Callable[[], An
         for handle in handles:
             handle.remove()
     heads: set[str] = set()
-    for tensor in tree_leaves(outputs):
+    for tensor in tensors_of(outputs):
         if id(tensor) in watch.features:
             use = watch.uses[watch.features[id(tensor)][0]]
             use.is_output = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,10 @@ class Probe:
         twin = copy.deepcopy(model).double()
         if hasattr(twin, "set_experts_implementation") and hasattr(twin.config, "_experts_implementation"):
             cast("Any", twin).set_experts_implementation("eager")  # the grouped product knows no float64
-        return outputs(twin, _double(example))
+        try:
+            return outputs(twin, _double(example))
+        except Exception:  # a model that makes float32 tensors itself, or has kernels of half precision only
+            return None
 
     def check(self, model: nn.Module, tolerance: float, what: str) -> float:
         """The error of the model now; VerificationError if it is larger than allowed."""
@@ -64,7 +68,32 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return [t.double() for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
+    found = [t.double() for t in tensors_of(result) if t.is_floating_point()]
+    if not found:
+        raise VerificationError(
+            f"{type(model).__name__} returns no floating-point tensor ({type(result).__name__}), so nothing can be "
+            "verified; pass verify=False where there is such an option"
+        )
+    return found
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Every tensor in what a model returns: mappings, sequences, dataclasses. What a cache keeps is no result."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    open_ones = [result]
+    while open_ones:
+        leaf = open_ones.pop(0)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            inside = tree_leaves(leaf)
+            if len(inside) == 1 and inside[0] is leaf:
+                record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+                inside = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)] if record else []
+            open_ones += inside
+    return found
 
 
 def difference(expected: list[Tensor], found: list[Tensor]) -> float:
@@ -84,4 +113,4 @@ def _double(example: Any) -> Any:
         return example.double() if example.is_floating_point() else example
     if hasattr(example, "items"):
         return {key: _double(value) for key, value in example.items()}
-    return tuple(_double(value) for value in example) if isinstance(example, tuple) else example
+    return type(example)(_double(value) for value in example) if type(example) in (tuple, list) else example
