@@ -141,3 +141,9 @@ def test_step_of_an_encoder() -> None:
     assert refused.code == 2
     assert "is causal" in refused.err
     assert "write pool='token'" in refused.err
+
+
+def test_a_device_that_is_not_there() -> None:
+    result = normsmith("bench", "decode", "--rounds", "1", "--device", "nowhere:7")
+    assert (result.code, result.out) == (2, "")
+    assert "--device nowhere:7: " in result.err

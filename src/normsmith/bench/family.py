@@ -61,7 +61,8 @@ def decode_family(model: Any, fused: bool = False) -> dict[str, nn.Module]:
     family: dict[str, nn.Module] = {"baseline": baseline}
     if fused and (quick := with_fused_norms(baseline)) is not None:
         family["fused"] = quick
-    return {**family, "tapered": tapered, "folded": folded, "twin": twin}
+    device = next(model.parameters()).device  # models that were built anew are on the CPU
+    return {name: m.to(device) for name, m in {**family, "tapered": tapered, "folded": folded, "twin": twin}.items()}
 
 
 def with_fused_norms(model: Any) -> nn.Module | None:

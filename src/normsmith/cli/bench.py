@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from normsmith.cli.common import JsonFlag, emit
-from normsmith.cli.models import TrustFlag, load_any
+from normsmith.cli.models import DeviceOption, TrustFlag, load_any, place
 from normsmith.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def decode(
     ] = "dynamic",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (--cache static or none).")] = False,
     rounds: Rounds = 15,
+    device: DeviceOption = None,
     as_json: JsonFlag = False,
     trust_remote_code: TrustFlag = False,
 ) -> None:
@@ -63,7 +64,7 @@ def decode(
         loaded = NormsmithForCausalLM(preset_config("llama", **sizes))
     else:
         loaded = load_any(model, trust_remote_code)
-    family = decode_family(loaded, fused=True)
+    family = decode_family(place(loaded, device), fused=True)
     found: dict[int, list[DecodeSpeed]] = {}
     with Reporter(quiet=as_json) as reporter:
         for size in batches:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from normsmith.cli.common import JsonFlag, emit
-from normsmith.cli.models import TrustFlag
+from normsmith.cli.models import DeviceOption, TrustFlag
 
 if TYPE_CHECKING:
     from normsmith.evaluation import Evaluation, Plan, Score
@@ -30,7 +30,7 @@ def evaluate_model(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first items of each.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Inputs per forward pass.")] = 16,
-    device: Annotated[str | None, typer.Option("--device", help="As cpu or cuda:0 [a GPU if there is one].")] = None,
+    device: DeviceOption = None,
     against: Annotated[
         Path | None, typer.Option("--against", help="Another model's FILE from -o: compare item by item.")
     ] = None,
@@ -48,7 +48,7 @@ def evaluate_model(
 
     Example: normsmith eval runs/folded --suite spheretnorm --data benchmarks -o folded.json
     """
-    from normsmith.cli.models import load_any, load_tokenizer
+    from normsmith.cli.models import load_any, load_tokenizer, place
     from normsmith.evaluation import check_result_path, plan_evaluation, read_evaluation
     from normsmith.studies.pairing import check_comparable, pair_items
 
@@ -60,7 +60,7 @@ def evaluate_model(
     if other is not None:
         check_comparable(other, plan.tasks, limit)
     loaded, tokenizer = load_any(model, trust_remote_code), load_tokenizer(model, trust_remote_code)
-    found = _run(_placed(loaded, device), tokenizer, plan, limit, batch_size, as_json)
+    found = _run(place(loaded, device), tokenizer, plan, limit, batch_size, as_json)
     found = found.model_copy(update={"model": str(model)})
     if output is not None:
         found.write(output)
@@ -70,17 +70,6 @@ def evaluate_model(
     if other is not None:
         plain |= {"against": other.model, "comparison": [pair.to_dict() for pair in pairs]}
     emit(plain, as_json, lambda: _text(found, pairs, "" if other is None else other.model, output))
-
-
-def _placed(model: Any, device: str | None) -> Any:
-    import torch
-
-    from normsmith.errors import InputError
-
-    try:
-        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: {' '.join(str(error).split())[:160]}") from None
 
 
 def _run(model: Any, tokenizer: Any, plan: Plan, limit: int | None, batch_size: int, quiet: bool) -> Evaluation:

@@ -11,6 +11,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="As cpu or cuda:0 [a GPU if there is one].", show_default=False)
+]
 TrustFlag = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the modelling code that the model folder brings.")
 ]
@@ -47,6 +50,18 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})") from None
+
+
+def place(model: Any, device: str | None) -> Any:
+    """The model on a device; without a name on the GPU, if there is one."""
+    import torch
+
+    from normsmith.errors import InputError
+
+    try:
+        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: {' '.join(str(error).split())[:160]}") from None
 
 
 def write_model(source: Path, output: Path, overwrite: bool, write: Callable[[Path], str]) -> str:
