@@ -320,11 +320,15 @@ def keep_changes(model: nn.Module) -> None:
 
 def wholes(part: nn.Module) -> list[nn.Module]:
     """Every living module that holds `part`: a module does not know who holds it, Python's garbage collector does."""
+    living: list[Any] = gc.get_objects()
+    kinds = {kind for kind in set(map(type, living)) if issubclass(kind, nn.Module)}
+    modules: list[nn.Module] = [each for each in living if type(each) in kinds]
+    del living
     found: list[nn.Module] = []
     fresh: list[nn.Module] = [part]
     while fresh:
-        holders = {id(m): m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _holds(m, fresh)}
-        fresh = [m for m in holders.values() if all(m is not known for known in found)]
+        holders = [m for m in modules if _holds(m, fresh)]
+        fresh = [m for m in holders if all(m is not known for known in found)]
         found += fresh
     return found
 

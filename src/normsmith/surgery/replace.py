@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,6 +87,8 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise for a model inside a wrapper that knows only the parameters which it was made with."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return  # then there is no such wrapper, and looking for one goes through all objects of the process
     for whole in (model, *wholes(model)):
         if isinstance(whole, DistributedDataParallel | FullyShardedDataParallel):
             kind = type(whole).__name__
