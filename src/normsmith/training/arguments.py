@@ -90,6 +90,7 @@ class TrainingConfig(Config):
         for name in self.report_to:
             if name not in get_available_reporting_integrations():
                 raise InputError(f"report_to {name!r}: is not installed here; install it, or write report_to: []")
+        device = torch.accelerator.is_available()
         options: dict[str, Any] = {
             "output_dir": str(output),
             "max_steps": self.max_steps,
@@ -113,10 +114,10 @@ class TrainingConfig(Config):
             "save_total_limit": 2,
             "report_to": list(self.report_to),
             "seed": seed,
-            "use_cpu": not torch.accelerator.is_available(),
+            "use_cpu": not device,
             "disable_tqdm": True,
-            "dataloader_pin_memory": torch.accelerator.is_available(),
-            "accelerator_config": {"non_blocking": True},  # pinned batches are copied while the device computes
+            "dataloader_pin_memory": device,
+            "accelerator_config": {"non_blocking": device},  # pinned batches are copied while the device computes
             "remove_unused_columns": False,
         }
         if self.evaluate_every:
