@@ -320,6 +320,8 @@ def keep_changes(model: nn.Module) -> None:
 
 def wholes(part: nn.Module) -> list[nn.Module]:
     """Every living module that holds `part`: a module does not know who holds it, Python's garbage collector does."""
+    if not any(_table_of_modules(each) for each in gc.get_referrers(part)):
+        return []  # the usual case; going through all objects in Python takes several times as long
     living: list[Any] = gc.get_objects()
     kinds = {kind for kind in set(map(type, living)) if issubclass(kind, nn.Module)}
     modules: list[nn.Module] = [each for each in living if type(each) in kinds]
@@ -331,6 +333,13 @@ def wholes(part: nn.Module) -> list[nn.Module]:
         fresh = [m for m in holders if all(m is not known for known in found)]
         found += fresh
     return found
+
+
+def _table_of_modules(referrer: Any) -> bool:
+    """Whether it may be the dictionary in which a module keeps its children."""
+    return isinstance(referrer, dict) and all(
+        child is None or isinstance(child, nn.Module) for child in cast("dict[Any, Any]", referrer).values()
+    )
 
 
 def _holds(module: Any, parts: list[nn.Module]) -> bool:
