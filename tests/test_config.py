@@ -84,10 +84,13 @@ def test_registry_refuses_collisions_and_names_the_nearest() -> None:
     assert registry.config("short") == Inner(eps=1.0)
     assert registry.config("short", eps=2.0) == Inner(eps=2.0)
     assert registry.config(Inner(), eps=2.0) == Inner(eps=2.0)
+    assert registry.config("short:eps=3") == registry.config({"kind": "short", "eps": 3}) == Inner(eps=3.0)
     for name in ("inner", "short"):
         with pytest.raises(ValueError, match=f"{name}' is already registered"):
             registry.register(name)(Thing)
     with pytest.raises(UnknownNameError, match="unknown thing 'iner'; did you mean 'inner'"):
         registry.get("iner")
+    with pytest.raises(UnknownNameError, match="unknown thing 'iner'; did you mean 'inner'"):
+        registry.config("iner:eps=1")
     with pytest.raises(ConfigError, match="'kind' is missing"):
         registry.config({"eps": 1})

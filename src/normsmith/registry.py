@@ -59,9 +59,14 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def config(self, spec: str | dict[str, Any] | Config, **options: Any) -> Config:
-        """Turn a name, a mapping with `kind`, or a configuration into the validated configuration of that entry."""
+        """The validated configuration of the entry that `spec` means.
+
+        `spec` is a name, `name:key=value,key=value` (see `parse_spec`), a mapping with `kind`, or a configuration.
+        """
         if isinstance(spec, Config):
             return type(spec)(**{**spec.to_dict(), **options}) if options else spec
+        if isinstance(spec, str):
+            spec = parse_spec(spec)
         if isinstance(spec, str):
             spec = {"kind": spec}
         if not isinstance(spec, dict):
@@ -79,7 +84,7 @@ class Registry(Generic[T]):
 
 
 def parse_spec(text: str) -> str | dict[str, Any]:
-    """Turn `name:key=value,key=value`, as written on a command line, into a name or a mapping with `kind`.
+    """Turn `name:key=value,key=value`, as it is written on a command line, into a name or a mapping with `kind`.
 
     >>> parse_spec("rmsnorm:eps=1e-5")
     {'kind': 'rmsnorm', 'eps': '1e-5'}

@@ -74,6 +74,8 @@ def test_validate_json_holds_the_recipe_and_the_size_of_the_run(work: Path) -> N
 
 CHANGES = [
     ("norm=rmsnrom", r"unknown norm 'rmsnrom'; did you mean 'rmsnorm'\?"),
+    ("norm=rmsnorm:epps=1e-5", r"unknown key 'epps'; did you mean 'eps'\?"),
+    ("norm=rmsnorm:1e-5", r"'1e-5' is no setting; write name:key=value"),
     ("norm={kind: rmsnorm, epps: 1e-5}", r"unknown key 'epps'; did you mean 'eps'\?"),
     ("norm=5", r"norm: 5 is neither a name nor a mapping"),
     ("norm={eps: 1e-5}", r"norm: the key 'kind' is missing"),

@@ -12,7 +12,7 @@ import yaml
 from normsmith.connections import connections
 from normsmith.connections.sphere import SphereConfig
 from normsmith.errors import ConfigError, InputError, UnknownNameError
-from normsmith.norms import norms
+from normsmith.norms import norm_config, norms
 from normsmith.schedules import TaperConfig
 from normsmith.studies import Recipe, load_recipe
 from normsmith.studies.library import find_recipe, listing, recipe_names
@@ -107,6 +107,18 @@ def test_overrides_reach_every_depth_and_leave_the_file_as_it_is(tmp_path: Path)
     assert recipe.data.source == "some file.txt"
     assert load_recipe(path).training.max_steps == 10
     assert load_recipe(path).name == "base"  # from the file's name
+
+
+def test_parts_are_written_as_in_arms_or_as_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("norm: autonorm:pool=sequence,tau=2\nconnection: sphere:p=2\nschedule: gate_freeze:rule=always\n")
+    assert load_recipe(path) == Recipe(
+        name="a",
+        norm={"kind": "autonorm", "pool": "sequence", "tau": 2},
+        connection={"kind": "sphere", "p": 2},
+        schedule={"kind": "gate_freeze", "rule": "always"},
+    )
+    assert load_recipe(path, ["norm=dyt:alpha=0.8"]).norm == norm_config("dyt", alpha=0.8)
 
 
 def test_a_recipe_is_complete_by_default_and_cannot_change() -> None:

@@ -63,6 +63,12 @@ def test_the_reported_difference_is_that_of_the_outputs(old: str, new: str) -> N
     assert ("(the same function)" in text) == all(d <= 1e-5 for *_, d in report.swapped)
 
 
+def test_options_are_written_as_on_a_command_line() -> None:
+    report = swap_norms_(model := two("rmsnorm"), "layernorm:eps=0.25", example=X)
+    assert [kind for _, _, kind, _ in report.swapped] == ["layernorm"] * 2
+    assert {norm.config.eps for norm in model.norms} == {0.25}  # and not that of the norm that stood there
+
+
 def test_matching_helps() -> None:
     for kind in ("dyt", "scalenorm"):
         found = {}

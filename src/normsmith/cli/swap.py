@@ -32,13 +32,12 @@ def swap(
 
     from normsmith.cli.models import load_any, write_model
     from normsmith.folders import check_output
-    from normsmith.registry import parse_spec
     from normsmith.surgery import swap_norms_
     from normsmith.surgery.export import export_model
 
     check_output(model, output, overwrite)
     loaded = load_any(model, trust_remote_code)
-    report = swap_norms_(loaded, parse_spec(norm), where=where, init=init)  # pyright: ignore[reportArgumentType]
+    report = swap_norms_(loaded, norm, where=where, init=init)  # pyright: ignore[reportArgumentType]
     said = write_model(model, output, overwrite, lambda folder: export_model(loaded, folder))
     emit(
         {"output": str(output), **dataclasses.asdict(report)},

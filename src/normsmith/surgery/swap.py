@@ -17,6 +17,7 @@ from normsmith.norms.base import shared_options
 from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
 from normsmith.norms.padding import check_pooling, pools_sequence, refuse_pooling, watch_padding
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
+from normsmith.registry import parse_spec
 from normsmith.surgery.example import make_example, run_example
 from normsmith.surgery.find import Site, find_norms
 from normsmith.surgery.native import keep_changes
@@ -103,6 +104,7 @@ def swap_norms_(
     if init not in ("match", "fresh"):
         raise InputError(f"swap_norms_ init must be 'match' or 'fresh', got {init!r}")
     model = getattr(model, "_orig_mod", model)
+    norm = parse_spec(norm) if isinstance(norm, str) else norm
     target = norm_config(norm)
     check_pooling(model, target)
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
