@@ -15,6 +15,7 @@ import pytest
 from normsmith.report.account import read_account
 from normsmith.report.curves import Band, Curve, band_of, read_curves, split_key, thin, thin_band
 from normsmith.report.diagnostic_pictures import short_names
+from normsmith.report.drawing import shorten
 from tests.report.synthetic import make
 
 
@@ -95,9 +96,21 @@ def test_two_hundred_runs_of_a_thousand_points_are_quick_and_small(tmp_path: Pat
     assert output.stat().st_size < 5_000_000
 
 
+def test_long_names_lose_their_middle_because_arms_differ_at_their_ends() -> None:
+    arms = ["autonorm:pool=sequence+gate_freeze", "autonorm:pool=sequence+gate_freeze:rule=always"]
+    short = [shorten(arm) for arm in arms]
+    assert short == ["autonorm:pool=s…ce+gate_freeze", "autonorm:pool=s…ze:rule=always"]
+    assert [shorten("abcdefgh", n) for n in (8, 7, 6)] == ["abcdefgh", "abc…fgh", "abc…gh"]
+
+
 def test_places_are_called_by_what_tells_them_apart() -> None:
     sites = [f"model.layers.{i}.{part}.norm" for i in (0, 10) for part in ("attention", "mlp")]
     assert short_names([*sites, "model.norm"]) == ["0.attention", "0.mlp", "10.attention", "10.mlp", "norm"]
+    ours = [f"model.layers.{i}.{part}_connection.norm" for i in (0, 1) for part in ("attention", "mlp")]
+    assert short_names([*ours, "model.norm"]) == ["0.attention", "0.mlp", "1.attention", "1.mlp", "norm"]
+    theirs = [f"model.layers.0.{part}_layernorm" for part in ("input", "post_attention")]
+    assert short_names([*theirs, "model.norm"]) == ["0.input", "0.post_attention", "norm"]
+    assert short_names(["a.0.norm", "a.1.norm"]) == ["0.norm", "1.norm"]
     assert short_names(["h.0.ln_1", "h.0.ln_2", "ln_f"]) == ["0.ln_1", "0.ln_2", "ln_f"]
     # Two stacks number their layers alike: the whole names tell them apart.
     both = ["encoder.0.norm", "decoder.0.norm"]

@@ -137,6 +137,25 @@ def test_panels_of_runs_become_pictures(study: Path) -> None:
     assert "diagnostics.json is left out: entry 1: Panel: the series 'a' has 2 values for 1 places" in html.text
 
 
+def test_weights_that_add_up_to_one_have_a_linear_axis(study: Path) -> None:
+    (study / "dyt/0/diagnostics.json").write_text(
+        json.dumps(
+            [
+                {"title": "Gate weights", "x": [1, 2], "series": {"LN": [0.002, 0.7], "DyT": [0.998, 0.3]}},
+                {"title": "Sizes", "x": [1, 2], "series": {"LN": [0.002, 0.7], "DyT": [1, 2]}},
+            ]
+        )
+    )
+    html = page(study)
+    ticks = {}
+    for title in ("Gate weights: LN", "Sizes: LN"):
+        image = next(i for i in html.all("img") if str(i["alt"]).startswith(f"{title} along"))
+        picture = ElementTree.fromstring(base64.b64decode(str(image["src"]).partition(";base64,")[2]))
+        ticks[title] = {e.text for e in picture.iter() if e.tag.endswith("text")}
+    assert "0.4" in ticks["Gate weights: LN"]
+    assert "0.4" not in ticks["Sizes: LN"]
+
+
 def test_published_figures_stand_beside_ours_and_are_marked(study: Path) -> None:
     figures = [
         {

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from normsmith.report.account import Account, plain_name
+from normsmith.report.attached import Panel
 from normsmith.report.curves import Band, band_of, natural, thin, thin_band
 from normsmith.report.drawing import Theme, shorten
 from normsmith.report.pictures import Picture, picture_of
@@ -83,7 +84,8 @@ def _over_time(account: Account, name: str) -> Picture | None:
         return None
 
     def draw(axes: Axes, theme: Theme) -> None:
-        _scale(axes, [float(v) for band in bands.values() for v in band.mean])
+        if not name.startswith("gate_weight"):
+            _scale(axes, [float(v) for band in bands.values() for v in band.mean])
         for arm, band in bands.items():
             stroke = account.strokes[arm]
             if band.runs > 1:
@@ -173,20 +175,35 @@ def _panels(account: Account) -> list[Picture | None]:
         heading = f"{title}: {series}" if title in several else title
         label = f"{heading} ({first.unit})" if first.unit else heading
         words = (heading, "From diagnostics.json.", first.x_label, label)
-        made.append(_profile(account, f"panel-{number}", words, lines, None if numeric else places))
+        shares = all(map(_of_a_whole, panels))
+        made.append(_profile(account, f"panel-{number}", words, lines, None if numeric else places, shares))
     return made
 
 
+def _of_a_whole(panel: Panel) -> bool:
+    """Whether the series add up to 1 at every place, as the weights of a gate do."""
+    return len(panel.series) > 1 and all(
+        None not in values and math.isclose(sum(values), 1, abs_tol=1e-3)
+        for values in zip(*panel.series.values(), strict=True)
+    )
+
+
 def _profile(
-    account: Account, name: str, words: tuple[str, str, str, str], lines: list[_Line], places: list[str] | None
+    account: Account,
+    name: str,
+    words: tuple[str, str, str, str],
+    lines: list[_Line],
+    places: list[str] | None,
+    shares: bool = False,
 ) -> Picture | None:
-    """Values along layers; `words` are title, note, and the names of the axes."""
+    """Values along layers; `words` are title, note, and the names of the axes; shares of a whole stay linear."""
     if not lines:
         return None
     title, said, x_label, y_label = words
 
     def draw(axes: Axes, theme: Theme) -> None:
-        _scale(axes, [v for line in lines for v in line.mean])
+        if not shares:
+            _scale(axes, [v for line in lines for v in line.mean])
         for line in lines:
             stroke = account.strokes[line.arm]
             if line.runs > 1:
@@ -215,17 +232,32 @@ def _wrapped(label: str) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Module names from the number of their layer on, without a last part that all of these share; else as they are.
+    """Module names from the number of their layer on, without last words that all of these share; else as they are.
 
-    >>> short_names(["model.layers.0.attention.norm", "model.layers.0.mlp.norm", "model.norm"])
+    >>> short_names(["model.layers.0.attention_part.norm", "model.layers.0.mlp_part.norm", "model.norm"])
     ['0.attention', '0.mlp', 'norm']
     """
     parts = [name.split(".") for name in names]
     first = [next((i for i, part in enumerate(p) if part.isdigit()), len(p) - 1) for p in parts]
     kept = [p[i:] for p, i in zip(parts, first, strict=True)]
-    last = {p[-1] for p in kept if len(p) > 1}
-    short = [".".join(p[:-1] if len(last) == 1 and len(p) > 2 else p) for p in kept]
+    for cut in (_without_last_part, _without_last_words):
+        kept = cut(kept)
+    short = [".".join(p) for p in kept]
     return short if len(set(short)) == len(names) else list(names)
+
+
+def _without_last_part(names: list[list[str]]) -> list[list[str]]:
+    same = len({name[-1] for name in names if len(name) > 1}) == 1
+    return [name[:-1] if same and len(name) > 2 else name for name in names]
+
+
+def _without_last_words(names: list[list[str]]) -> list[list[str]]:
+    """`attention_norm` and `mlp_norm` in layers become `attention` and `mlp`."""
+    words = [name[-1].split("_") for name in names if len(name) > 1]
+    least = min(map(len, words), default=1)
+    same = next((n for n in range(least) if len({word[-1 - n] for word in words}) > 1), least - 1)
+    cut = [[*name[:-1], "_".join(name[-1].split("_")[:-same])] for name in names] if same else names
+    return [short if len(name) > 1 else name for short, name in zip(cut, names, strict=True)]
 
 
 def _id(name: str) -> str:

@@ -67,11 +67,15 @@ def render(
 
 
 def shorten(label: str, limit: int = 30) -> str:
-    """One line of printable text (SVG allows no control characters), cut to `limit` characters."""
+    """One line of printable text (SVG allows no control characters) of at most `limit` characters.
+
+    What is too long loses its middle: arms and modules differ at their ends.
+    """
     text = " ".join("".join(c if c.isprintable() else " " for c in label).split())
     if not text or text.startswith("_"):
         text = "\u200b" + text  # a zero-width space: matplotlib leaves such labels out of a legend
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    kept = (limit - 1) // 2
+    return text if len(text) <= limit else text[: limit - 1 - kept] + "…" + text[-kept:]
 
 
 def _svg(draw: Callable[[Axes, Theme], None], theme: Theme, height: float, legend: bool) -> str:
