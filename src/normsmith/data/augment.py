@@ -68,8 +68,9 @@ class Augmentation:
 
 def random_crop(image: Image, margin: int, random: np.random.Generator) -> Image:
     """Surround (h, w, c) with `margin` zeros and cut (h, w, c) from a random place."""
-    height, width = image.shape[:2]
-    padded = np.pad(image, ((margin, margin), (margin, margin), (0, 0)))
+    height, width, channels = image.shape
+    padded = np.zeros((height + 2 * margin, width + 2 * margin, channels), image.dtype)  # a third of the time of np.pad
+    padded[margin : margin + height, margin : margin + width] = image
     top, left = random.integers(2 * margin + 1, size=2)
     return padded[top : top + height, left : left + width]
 
