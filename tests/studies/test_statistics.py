@@ -196,6 +196,16 @@ def test_verdicts_in_words() -> None:
     assert judged(clear, arms=200)[0] == "none"  # what one arm shows, the best of two hundred does not
 
 
+def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
+    accuracies = [[(i + 2) / n - i / n, (i + 5) / n - (i + 3) / n] for n in (100, 360, 872) for i in range(0, n - 5, 9)]
+    assert any(np.ptp(pair) > 0 for pair in accuracies)
+    for differences in (*accuracies, [0.1, 0.1, 0.1], [247.1 + 5e4 - 5e4, 247.1]):
+        found = compare_paired(differences)
+        assert (found.deviation, found.effect) == (0, None)
+        assert judged(differences) == ("unknown", "no verdict: the difference does not depend on the seed")
+    assert compare_paired([0.1, 0.1 + 1e-7]).deviation == pytest.approx(1e-7 / math.sqrt(2))
+
+
 def test_values_that_are_no_numbers_are_refused() -> None:
     for values in ([0.1, math.nan], [math.inf], [[1.0]]):
         with pytest.raises(InputError, match="not a list of finite numbers"):

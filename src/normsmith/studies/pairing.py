@@ -10,7 +10,7 @@ from scipy import stats
 from normsmith.config import Config
 from normsmith.errors import InputError
 from normsmith.evaluation.results import Evaluation, ItemValues, Score
-from normsmith.studies.statistics import ALPHA, Outcome, Values, holm, t_interval, t_test
+from normsmith.studies.statistics import ALPHA, Outcome, Values, deviation_of, holm, t_interval, t_test
 
 
 class ItemComparison(Config):
@@ -111,7 +111,7 @@ def _p(d: Values, binary: bool) -> float | None:
         wins, losses = int((d > 0).sum()), int((d < 0).sum())
         return float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     # Differences that are all alike (repeated items, for instance) have no spread that a t test could judge by.
-    return t_test(d) if len(d) > 1 and (d.std() > 0 or not d.any()) else None
+    return t_test(d) if len(d) > 1 and (deviation_of(d) > 0 or not d.any()) else None
 
 
 def _judged(found: list[ItemComparison], higher: dict[tuple[str, str], bool]) -> list[ItemComparison]:

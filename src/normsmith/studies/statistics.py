@@ -89,7 +89,7 @@ def compare_paired(differences: Sequence[float] | Values) -> Paired:
     return Paired(
         pairs=n,
         mean=float(d.mean()),
-        deviation=float(d.std(ddof=1)),
+        deviation=deviation_of(d),
         low=low,
         high=high,
         bootstrap_low=bootstrap_low,
@@ -109,10 +109,19 @@ def _values(values: Sequence[float] | Values) -> Values:
     return array
 
 
+def deviation_of(values: Sequence[float] | Values) -> float:
+    """s with n − 1 in the denominator, for n ≥ 2; exactly 0 where the values differ by rounding alone.
+
+    Accuracies that both differ by two images of 360 have differences that are equal but for their last bits.
+    """
+    x = _values(values)
+    return 0.0 if np.ptp(x) <= 1e-9 * np.abs(x).max() else float(x.std(ddof=1))
+
+
 def t_interval(values: Sequence[float] | Values, level: float = 0.95) -> tuple[float, float]:
     """x̄ ± t(n−1)·s/√n for n ≥ 2 values."""
     x = _values(values)
-    half = float(stats.t.ppf((1 + level) / 2, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+    half = float(stats.t.ppf((1 + level) / 2, len(x) - 1) * deviation_of(x) / math.sqrt(len(x)))
     return float(x.mean()) - half, float(x.mean()) + half
 
 
@@ -127,7 +136,7 @@ def bootstrap_interval(values: Sequence[float] | Values, level: float = 0.95, se
 def t_test(differences: Sequence[float] | Values) -> float:
     """Two-sided p of the paired t test, t = x̄/(s/√n), for n ≥ 2; 1 where all are zero, 0 where all are equal."""
     d = _values(differences)
-    spread = d.std(ddof=1)
+    spread = deviation_of(d)
     if spread == 0:
         return 1.0 if d.mean() == 0 else 0.0
     return float(2 * stats.t.sf(abs(d.mean()) / (spread / math.sqrt(len(d))), len(d) - 1))
@@ -178,10 +187,10 @@ def effect_size(differences: Sequence[float] | Values) -> float | None:
     """d_z = x̄/s times J = Γ(f/2)/(√(f/2)·Γ((f−1)/2)), f = n − 1; None for fewer than three or equal differences."""
     d = _values(differences)
     f = len(d) - 1
-    if f < 2 or d.std(ddof=1) == 0:
+    if f < 2 or deviation_of(d) == 0:
         return None
     correction = math.exp(special.gammaln(f / 2) - special.gammaln((f - 1) / 2)) / math.sqrt(f / 2)
-    return float(d.mean() / d.std(ddof=1)) * correction
+    return float(d.mean()) / deviation_of(d) * correction
 
 
 def power_of(pairs: int, difference: float, deviation: float, alpha: float = ALPHA) -> float:
