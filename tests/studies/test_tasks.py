@@ -83,15 +83,16 @@ def test_a_continued_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for name in ("result.json", "model.safetensors"):
         (tmp_path / "cut" / name).unlink()
-    shutil.rmtree(tmp_path / "cut/checkpoints/checkpoint-6")
+    # What an interruption leaves between transformers' last file and ours; the checkpoint before it is whole.
+    (tmp_path / "cut/checkpoints/checkpoint-6/weight_average.pt").unlink()
+    described = tmp_path / "cut/environment.json"
+    described.write_text(json.dumps({**(before := json.loads(described.read_text())), "torch": "2.9.0"}))
     cut = run(recipe, tmp_path / "cut", resume=True)
     assert cut.validation_loss == whole.validation_loss
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("cut", "whole")]
     assert files[0] == files[1]
     assert json.loads((tmp_path / "cut/result.json").read_text())["resumed"]
-    (tmp_path / "cut/checkpoints/checkpoint-6/weight_average.pt").unlink()
-    with pytest.raises(InputError, match="weight_average.pt: is missing"):
-        run(recipe, tmp_path / "cut", resume=True)
+    assert json.loads(described.read_text()) == {**before, "torch": f"2.9.0, then {before['torch']}"}
 
 
 def test_the_average_of_the_weights_against_its_formula() -> None:
@@ -109,6 +110,18 @@ def test_the_average_of_the_weights_against_its_formula() -> None:
         expected = decay * expected + (1 - decay) * model.weight.detach().double()
     average.apply_()
     torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    arguments = type("Arguments", (), {"output_dir": "nowhere"})()
+    with pytest.raises(InputError, match=r"weight_average.pt: is missing"):
+        average.on_train_begin(arguments, state, None)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_average_of_unit_weights_has_unit_weights(tmp_path: Path) -> None:
+    recipe = short("digits-vit", "training.weight_average=0.9", "connection=ngpt", "training.weight_decay=0")
+    model: Any = run(recipe, tmp_path / "out").model
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.normalize_weights_()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), msg=name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -167,7 +167,7 @@ def run_recipe(
     def open_folder() -> str | None:
         prepare_folder(folder, overwrite, resume)
         _describe_run(recipe, folder, data, resume)
-        return _last_complete(checkpoints) if resume else None
+        return _last_complete(checkpoints, kept) if resume else None
 
     parts, model, controller, arguments = ranks.together(prepare)
     kept = _kept(recipe, model, parts)
@@ -183,8 +183,10 @@ def run_recipe(
         eval_dataset=watched,
         data_collator=parts.collate,
         controller=controller,
-        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *([kept] if kept else []), *extra],
+        callbacks=[ProgressCallback(reporter, progress_name or recipe.name), *extra],
     )
+    if kept is not None:
+        trainer.add_callback(kept)  # behind the Trainer's own, which may change the weights at a step's end
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=last)
@@ -284,9 +286,16 @@ def _describe_run(recipe: Recipe, folder: Path, data: Data, resume: bool) -> Non
     facts = {**environment(), "processes": processes, "data_sha256": data.data_hash, "data_source": data.source}
     described = folder / "environment.json"
     if resume and described.exists():
-        _check_resumed(folder, json.loads(described.read_text(encoding="utf-8")), data, processes)
+        before = json.loads(described.read_text(encoding="utf-8"))
+        _check_resumed(folder, before, data, processes)
+        facts = {key: _then(before.get(key, now), now) for key, now in facts.items()}
     write_text(path, recipe.to_yaml())
     write_text(described, json.dumps(facts, indent=1) + "\n")
+
+
+def _then(before: str, now: str) -> str:
+    """What a run's environment says of a fact that its parts do not share."""
+    return before if before == now or before.endswith(f", then {now}") else f"{before}, then {now}"
 
 
 def _check_resumed(folder: Path, before: dict[str, str], data: Data, processes: str) -> None:
@@ -302,12 +311,18 @@ def _check_resumed(folder: Path, before: dict[str, str], data: Data, processes: 
         )
 
 
-def _last_complete(checkpoints: Path) -> str | None:
-    """The newest checkpoint; those that an interruption cut short (transformers writes their state last) go away."""
+def _last_complete(checkpoints: Path, kept: WeightAverage | BestWeights | None) -> str | None:
+    """The newest checkpoint; those that an interruption cut short go away.
+
+    transformers writes their state last, and `kept` its file after that.
+    """
     for folder in checkpoints.glob("checkpoint-*"):
         try:
             json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+            whole = kept is None or (folder / kept.file).is_file()
         except (OSError, ValueError):
+            whole = False
+        if not whole:
             shutil.rmtree(folder, ignore_errors=True)
     return get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from normsmith.errors import InputError
-
-_FILE = "best_weights.pt"
+from normsmith.training.average import save_beside
 
 
 class BestWeights(TrainerCallback):
@@ -29,6 +28,9 @@ class BestWeights(TrainerCallback):
         start: for a run with a schedule, the step at which that is complete.
     """
 
+    file = "best_weights.pt"
+    """What it writes into a checkpoint; one without it was cut short."""
+
     def __init__(self, model: nn.Module, score: Callable[[], float], start: int = 0) -> None:
         self.model, self.score, self.start = model, score, start
         self.step, self.lowest, self.scored = 0, math.inf, -1
@@ -40,7 +42,7 @@ class BestWeights(TrainerCallback):
         """Begin with nothing, or with what the checkpoint that is continued remembers."""
         if not state.global_step:
             return
-        path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _FILE
+        path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / self.file
         if not path.is_file():
             raise InputError(f"{path}: is missing, so the best weights so far are not known; start anew")
         loaded = cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
@@ -62,7 +64,8 @@ class BestWeights(TrainerCallback):
         """Keep what is remembered with the checkpoint."""
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            torch.save({"step": self.step, "lowest": self.lowest, "weights": self.weights}, folder / _FILE)
+            remembered = {"step": self.step, "lowest": self.lowest, "weights": self.weights}
+            save_beside(remembered, folder / self.file)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
