@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import normsmith as ns
 from normsmith.errors import InputError
@@ -89,6 +90,22 @@ def test_restoring_and_rebinding_gives_back_the_first_parameters() -> None:
     restore_(model)
     rebind_optimizer_(optimizer, model)
     assert held(optimizer) == before
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_with_names_keeps_them(groups: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    named = list(model.named_parameters())
+    plain = [{"params": named[2:], "weight_decay": 0.0}] if groups == 2 else []
+    optimizer = torch.optim.AdamW([{"params": named[: 2 if plain else None], "weight_decay": 0.1}, *plain])
+    model[1] = nn.LayerNorm(4)
+    model.append(nn.Linear(4, 2))
+    report = rebind_optimizer_(optimizer, model)
+    assert (report.dropped, report.decayed) == (2, ("3.weight",))
+    assert report.undecayed == ("1.weight", "1.bias", "3.bias")
+    found = {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    assert found == dict(model.named_parameters())
+    assert len(optimizer.param_groups) == 2
 
 
 def test_what_cannot_be_rebound() -> None:

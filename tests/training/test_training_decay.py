@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from normsmith.connections import connections
-from normsmith.models import NormsmithForCausalLM
+from normsmith.models import NormsmithForCausalLM, NormsmithForTableRegression, NormsmithTableConfig
 from normsmith.norms import Norm, NormConfig, norms
 from normsmith.training import Trainer, decayed_names, parameter_groups
 from tests.training.runs import arguments, small, windows
@@ -60,6 +60,13 @@ def test_matrices_inside_a_norm_are_not_decayed() -> None:
     model.model.norm = Selector(32)
     assert "model.norm.choice.weight" in dict(model.named_parameters())
     assert set(decayed_names(model)) == matrices(model)
+
+
+def test_biases_of_features_are_not_decayed() -> None:
+    model = NormsmithForTableRegression(NormsmithTableConfig(hidden_size=32, num_hidden_layers=1))
+    names = set(decayed_names(model))
+    assert "tokens.weights" in names
+    assert not any("bias" in name for name in names)
 
 
 def test_untied_head_is_decayed() -> None:

@@ -13,6 +13,9 @@ from normsmith.models.config import NormsmithConfig
 class Fresh(nn.Module):
     """A module that sets its own initial weights; `deviation` is the model's `initializer_range`."""
 
+    biases_by_row: tuple[str, ...] = ()
+    """Parameters that are biases, so weight decay leaves them alone, though they are matrices (one bias per row)."""
+
     def initialise(self, deviation: float) -> None:
         """Set the initial values in place, through transformers' functions, which leave loaded weights alone."""
         raise NotImplementedError(f"{type(self).__name__} must define initialise(deviation)")

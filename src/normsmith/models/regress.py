@@ -50,6 +50,8 @@ class FeatureTokens(Fresh):
     The numerical tokenizer of the FT-Transformer (arXiv 2106.11959); w and b start uniform in ±1/√d.
     """
 
+    biases_by_row = ("biases",)
+
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.empty(features, width))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from normsmith.connections import Connection
 from normsmith.errors import InputError
+from normsmith.models.branch import Fresh
 from normsmith.norms import Norm
 
 
@@ -29,6 +30,7 @@ def decayed_names(model: nn.Module) -> list[str]:
         for parameter in module.parameters()
     }
     # A connection holds no sublayer, so everything below it is its own.
+    kept |= {id(getattr(m, name)) for m in model.modules() if isinstance(m, Fresh) for name in m.biases_by_row}
     return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept]
 
 
@@ -100,13 +102,16 @@ def rebind_optimizer_(optimizer: torch.optim.Optimizer, model: nn.Module) -> Reb
         )
     dropped = _drop(inner, ours)
     heavy = next((g for g in inner.param_groups if g.get("weight_decay")), inner.param_groups[0])
-    heavy["params"] += [missing[name] for name in with_decay]
-    added = [missing[name] for name in without]
+    _extend(heavy, {name: missing[name] for name in with_decay})
+    added = {name: missing[name] for name in without}
     if make_group:
         options = {key: value for key, value in inner.param_groups[0].items() if key not in ("params", "param_names")}
-        inner.add_param_group({**options, "params": added, "weight_decay": 0.0})
+        # An optimiser made from named_parameters() takes no group without names, and any other none with.
+        named = "param_names" in inner.param_groups[0]
+        params = list(added.items()) if named else list(added.values())
+        inner.add_param_group({**options, "params": params, "weight_decay": 0.0})
     elif plain is not None:
-        plain["params"] += added
+        _extend(plain, added)
     return RebindReport(dropped, with_decay, without)
 
 
@@ -128,10 +133,19 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _extend(group: dict[str, Any], added: dict[str, nn.Parameter]) -> None:
+    group["params"] += added.values()
+    if "param_names" in group:
+        group["param_names"] += added
+
+
 def _drop(optimizer: torch.optim.Optimizer, ours: set[int]) -> int:
     gone: dict[int, Tensor] = {}
     for group in optimizer.param_groups:
         gone |= {id(p): p for p in group["params"] if id(p) not in ours}
+        if "param_names" in group:
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            group["param_names"] = [name for name, p in pairs if id(p) in ours]
         group["params"] = [p for p in group["params"] if id(p) in ours]
     for parameter in gone.values():
         optimizer.state.pop(parameter, None)
