@@ -154,6 +154,16 @@ def test_metrics_that_are_not_finite_are_written_as_null(base: Recipe, data: Tex
     assert _strict({"step": 3, "loss": math.nan, "grad_norm": math.inf}) == {"step": 3, "loss": None, "grad_norm": None}
 
 
+def test_other_data_than_the_study_s_begin_nothing(copied: Path, data: TextData) -> None:
+    study = load_study(copied)
+    cell = study.cells[3]
+    shutil.rmtree(cell.folder)
+    with pytest.raises(InputError, match=r"reads other data than .* bring the data of the study there"):
+        carry_out(study, cell, dataclasses.replace(data, data_hash="0" * 64), lambda *_: None)
+    assert not cell.folder.exists()
+    assert study.lock(cell).owner() is None
+
+
 def test_a_run_that_fails_is_kept_and_tried_again_when_asked(copied: Path, data: TextData) -> None:
     study = load_study(copied)
     cell = study.cells[3]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from normsmith.errors import DivergedError
+from normsmith.errors import DivergedError, InputError
 from normsmith.studies.cells import FAILURE, read_cell, record_failure
 from normsmith.studies.locks import guard
 from normsmith.studies.runner import run_recipe
@@ -100,7 +101,16 @@ class _RelayTask(Task):
 
 
 def carry_out(study: Study, cell: Cell, data: Data, tell: Tell) -> bool:
-    """Do one run if it is open and nobody else has it; whether it was done here."""
+    """Do one run if it is open and nobody else has it; whether it was done here.
+
+    Raises:
+        InputError: `data` are not what the study's runs read; nothing was begun.
+    """
+    if data.data_hash != study.plan.data_sha256:
+        raise InputError(
+            f"{data.source}: {platform.node()} reads other data than {study.folder.name} had when it was begun, so its "
+            "run would not count; bring the data of the study there, or start it anew in another folder"
+        )
     lock = study.lock(cell)
     if not lock.take():
         return False
