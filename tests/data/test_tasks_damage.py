@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,24 @@ def test_damaged_archives(damage: Callable[[bytes], bytes], tmp_path: Path) -> N
     refuse("images", r"train.npz: cannot be read as a NumPy archive", tmp_path)
 
 
+def test_damaged_gzip_files(tmp_path: Path) -> None:
+    # The header of gzip, and behind it bytes that no deflate stream begins with.
+    for name in ("train-images-idx3-ubyte.gz", "train.tsv.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b"")[:10] + b"\xff" * 40)
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b""))
+    refuse("images", r"train-images-idx3-ubyte.gz: cannot be read \(Error -3", tmp_path)
+    refuse("tagging", r"train.tsv.gz: cannot be read \(Error -3", tmp_path)
+
+
 def test_sheets_with_a_gap_or_damaged_labels(tmp_path: Path) -> None:
     for number in (0, 2):
         part = COLOUR[20 * number : 20 * number + 20]
         Image.fromarray(part.reshape(20, 1024, 3)).save(tmp_path / f"c_batch_{number}.png")
     np.save(tmp_path / "c_labels.npy", LABELS)
     refuse("images", "the sheet number 1 is missing, so it is not known which labels the later ones have", tmp_path)
+    first = (tmp_path / "c_batch_0.png").rename(tmp_path / "elsewhere")
+    refuse("images", "the sheet number 0 is missing", tmp_path)
+    first.rename(tmp_path / "c_batch_0.png")
     Image.fromarray(COLOUR[20:40].reshape(20, 1024, 3)).save(tmp_path / "c_batch_1.png")
     assert load("images", source=str(tmp_path)).facts.channels == 3
     (tmp_path / "c_labels.npy").write_bytes(b"")
@@ -164,6 +177,45 @@ def test_columns_that_hardly_vary(tmp_path: Path) -> None:
     load("table", source=str(table(lambda i: str(1.7e9 + 1e5 * i))))
     refuse("table", "'y' is in target twice", table(str), target=["y", "y"])
     refuse("table", "'y' is in target and drop", table(str), target="y", drop=["y"])
+
+
+def test_a_column_of_words_that_is_mostly_empty_is_one_of_categories(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    alley = ["Pave", "Grvl", "", "", ""]
+    path.write_text("alley,y\n" + "".join(f"{alley[i % 5]},{i}\n" for i in range(200)))
+    data = load("table", source=str(path), missing="median")
+    assert data.facts.features == ("alley=Grvl", "alley=Pave")
+    assert "120 row(s) have no alley: all its columns are 0" in data.notes
+    path.write_text("age,y\n" + "".join(f"{('18_25', '26_35')[i % 2]},{i}\n" for i in range(200)))
+    assert load("table", source=str(path)).facts.features == ("age=18_25", "age=26_35")
+
+
+def test_what_is_dropped_does_not_part_equal_examples(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("id,x,y\n" + "".join(f"{i},{i // 2},{i // 2 * 3}\n" for i in range(400)))
+    data = load("table", source=str(path), drop=["id"])
+    sides = [set(np.asarray(part.columns["features"]).ravel()) for part in (data.train, data.validation, data.test)]
+    assert len(set.union(*sides)) == sum(map(len, sides)) == 200
+
+
+def test_the_first_texts_of_a_sorted_file_have_one_label(tmp_path: Path) -> None:
+    for name in ("train", "dev", "test"):
+        rows = [f"text number {i} of {name}\t{label}\n" for label in ("neg", "pos") for i in range(60)]
+        (tmp_path / f"{name}.tsv").write_text("".join(rows))
+    data = load("sentences", source=str(tmp_path), max_sentences=40, vocab_size=300)
+    assert (data.facts.labels, len(data.train)) == (("neg", "pos"), 40)
+
+
+def test_a_tagged_file_with_byte_order_mark_and_header(tmp_path: Path) -> None:
+    rows = "".join(f"The\tDET\nend{i}\tNOUN\n\n" for i in range(200))
+    (tmp_path / "train.tsv").write_text("\ufeffFORM\tUPOS\n" + rows)
+    data = load("tagging", source=str(tmp_path), vocab_size=300)
+    assert data.facts.labels == ("DET", "NOUN")
+    assert data.notes[0].startswith("400 words in 200 sentences")
+    conllu = [f"# text = {i}\n1\tend{i}\t_\tNOUN\tNN\t_\t_\t_\t_\t_\n\n" for i in range(200)]
+    (tmp_path / "train.tsv").unlink()
+    (tmp_path / "train.conllu").write_text("\ufeff" + "".join(conllu))
+    assert load("tagging", source=str(tmp_path), vocab_size=300).facts.labels == ("NOUN",)
 
 
 def test_two_columns_of_words_and_tags(tmp_path: Path) -> None:

@@ -316,9 +316,9 @@ def test_csv_with_categories_and_missing_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "column", "cell", "message"),
     [
-        (2, 1, "tall", r"line 4: 'b' is 'tall', which is no finite number"),
+        (2, 1, "tall", r"line 4: 'b' is 'tall', which is no finite number; write drop: \[b\], or leave"),
         (2, 1, "inf", r"line 4: 'b' is 'inf', which is no finite number"),
-        (4, 3, "", r"line 6: 'y' is missing$"),
+        (4, 3, "", r"line 6: 'y' is missing; leave the row out$"),
         (4, 3, "1,2", r"line 6: has 5 cells, the header has 4"),
     ],
 )

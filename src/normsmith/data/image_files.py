@@ -6,6 +6,7 @@ import gzip
 import re
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,7 +84,7 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     """The array of an IDX file of bytes, gzipped or not."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise InputError(f"{path}: is no IDX file of bytes, it begins with {data[:4].hex(' ')}")
@@ -104,7 +105,7 @@ def _archives(files: list[Path]) -> dict[str, Split]:
         try:
             with path.open("rb") as file, np.load(file) as loaded:  # NumPy leaves a file that is damaged open
                 held = {key: loaded[key] for key in loaded}
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path}: cannot be read as a NumPy archive ({error})") from None
         if not {"x", "y"} <= held.keys():
             raise InputError(f"{path}: holds {', '.join(held)}; an archive of images has x (images) and y (labels)")
@@ -138,7 +139,7 @@ def _sheets(files: list[Path]) -> dict[str, Split]:
     numbered = {int(m[1]): p for p in files if (m := re.fullmatch(r".*_batch_(\d+)\.png", p.name))}
     if not numbered:
         return {}
-    if gap := next((n for n in range(len(numbered)) if n not in numbered), None):
+    if (gap := next((n for n in range(len(numbered)) if n not in numbered), None)) is not None:
         raise InputError(
             f"{files[0].parent}: the sheet number {gap} is missing, so it is not known which labels the later ones have"
         )

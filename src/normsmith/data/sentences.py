@@ -66,10 +66,11 @@ def load_sentences(config: SentencesConfig) -> TaskData:
         fractions = (config.validation_fraction, config.test_fraction)
         notes = complete_splits(splits, lambda pair: pair[0], *fractions)
     check_size(splits, config.source)
+    # Of all texts: the first ones of a file that is sorted by label have one label only.
+    labels = tuple(sorted({label for _, label in splits["train"]}))
     if limit is not None and limit < len(splits["train"]):
         splits["train"] = splits["train"][:limit]
         notes.append(f"only the first {limit} training texts are used")
-    labels = tuple(sorted({label for _, label in splits["train"]}))
     for name, pairs in splits.items():
         odd = next((row for row, (_, label) in enumerate(pairs) if label not in labels), None)
         if odd is not None:

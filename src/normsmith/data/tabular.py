@@ -72,7 +72,9 @@ def load_table(config: TableConfig) -> TaskData:
     features = [name for name in table.header if name not in targets and name not in config.drop]
     if not features:
         raise InputError(f"{config.source}: no column is left to read, beside {', '.join([*targets, *config.drop])}")
-    keys = ["\x1f".join(row) for row in table.rows]
+    # What is dropped, an identifier for instance, would tell equal examples apart.
+    kept = [column for column, name in enumerate(table.header) if name not in config.drop]
+    keys = ["\x1f".join(row[column] for column in kept) for row in table.rows]
     splits = split_rows(keys, config.validation_fraction, config.test_fraction)
     check_size(splits, config.source)
     names: list[str] = []
@@ -99,9 +101,9 @@ def load_table(config: TableConfig) -> TaskData:
         validation=examples["validation"],
         test=examples["test"],
         facts=Facts(features=tuple(names), targets=tuple(targets)),
-        data_hash=hash_parts("\x1f".join(table.header).encode(), *(key.encode() for key in keys)),
+        data_hash=hash_parts("\x1f".join(table.header).encode(), *("\x1f".join(row).encode() for row in table.rows)),
         source=config.source,
-        notes=(f"{len(keys):,} rows, {len(names)} features, target {', '.join(targets)}", *notes),
+        notes=(f"{len(table.rows):,} rows, {len(names)} features, target {', '.join(targets)}", *notes),
         moments=moments,
     )
 
@@ -176,9 +178,8 @@ def _feature(
     table: Table, name: str, train: list[int], config: TableConfig
 ) -> tuple[list[str], list[npt.NDArray[np.float64]], list[str]]:
     """Names, columns and notes of what one column becomes."""
-    cells = _cells(table, name)
-    words = [c for c in cells if c.lower() not in _MISSING and _number(c) is None]
-    if len(words) > len(cells) / 2:
+    there = [cell for cell in _cells(table, name) if cell.lower() not in _MISSING]
+    if sum(_number(cell) is None for cell in there) > len(there) / 2:
         return _categories(table, name, train, config)
     values = _numbers(table, name, config)
     missing = np.isnan(values)
@@ -198,7 +199,7 @@ def _categories(
 ) -> tuple[list[str], list[npt.NDArray[np.float64]], list[str]]:
     missing = np.array([cell.lower() in _MISSING for cell in _cells(table, name)])
     if missing.any() and config.missing == "error":
-        raise _bad_cell(table, name, int(np.argmax(missing)), config, "is missing", target=False)
+        raise _bad_cell(table, name, int(np.argmax(missing)), config)
     cells = np.array(_cells(table, name))
     known = sorted({str(c) for c in cells[train][~missing[train]]})
     if len(known) > 100:
@@ -220,16 +221,17 @@ def _numbers(table: Table, name: str, config: TableConfig, target: bool = False)
         if cell.lower() in _MISSING and not target and config.missing == "median":
             number = math.nan
         elif number is None or not math.isfinite(number):
-            missing = cell.lower() in _MISSING
-            what = "is missing" if missing else f"is {cell!r}, which is no finite number"
-            raise _bad_cell(table, name, row, config, what, target or not missing)
+            raise _bad_cell(table, name, row, config, target)
         values[row] = number
     return values
 
 
-def _bad_cell(table: Table, name: str, row: int, config: TableConfig, what: str, target: bool) -> InputError:
-    advice = "" if target else "; write missing: median, or leave the row out"
-    return InputError(f"{config.source}, line {table.lines[row]}: {name!r} {what}{advice}")
+def _bad_cell(table: Table, name: str, row: int, config: TableConfig, target: bool = False) -> InputError:
+    cell = table.rows[row][table.header.index(name)]
+    missing = cell.lower() in _MISSING
+    what = "is missing" if missing else f"is {cell!r}, which is no finite number"
+    instead = "" if target else "write missing: median, or " if missing else f"write drop: [{name}], or "
+    return InputError(f"{config.source}, line {table.lines[row]}: {name!r} {what}; {instead}leave the row out")
 
 
 def _cells(table: Table, name: str) -> list[str]:
@@ -239,6 +241,6 @@ def _cells(table: Table, name: str) -> list[str]:
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        return None if "_" in cell else float(cell)  # Python reads 18_25 as 1825
     except ValueError:
         return None

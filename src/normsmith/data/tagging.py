@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from normsmith.data.python_code import TAGS, tagged_code
 from normsmith.data.treebank import read_trees, tree_files
 from normsmith.data.words import Encoder, sequences
 from normsmith.errors import InputError
+
+_HEADERS = (["FORM", "UPOS"], ["FORM", "TAG"])  # of a .tsv, by the names that its columns have
 
 
 class Sentence(NamedTuple):
@@ -153,8 +156,8 @@ def read_tagged(source: str, tags: str) -> dict[str, list[Sentence]]:
 def _sentences(path: Path, conllu: bool, tags: str) -> Iterator[Sentence]:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = data.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        lines = data.decode("utf-8-sig").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     word, upos = (1, 3) if conllu else (0, 1)
     column = upos + (tags == "xpos")
@@ -165,6 +168,8 @@ def _sentences(path: Path, conllu: bool, tags: str) -> Iterator[Sentence]:
             if words:
                 yield Sentence(*zip(*words, strict=True))
             words = []
+        elif number == 1 and not conllu and cells[:2] in _HEADERS:
+            continue
         elif conllu and (line.startswith("#") or "-" in cells[0] or "." in cells[0]):
             continue  # a comment; a multiword token, whose parts follow; a word that is not in the text
         elif (
