@@ -16,9 +16,9 @@ results are compared with a float64 copy on an input that was not the traced one
 reads: another family is found, swapped and folded by the same probing and tracing.
 
 - **Norms**: how many of which role; `n` is the normalised input. Two layers each; encoder-decoders have two of each.
-  Roles: `pre`, only linear layers read it; `final`, the output head reads it, or a model without head returns it; `post`,
-  linear layers and the residual stream read it; `sandwich`, on a sublayer's output before it joins the stream; `qk`, on
-  queries or keys; `embedding`, before the first sublayer; `other`. `where=` and `--where` take these words.
+  Roles: `pre`, only linear layers read it; `final`, the output head reads it or a model without head returns it;
+  `post`, linear layers and the residual stream read it; `sandwich`, on a sublayer's output before it joins the stream;
+  `qk`, on queries or keys; `embedding`, before the first sublayer; `other`. `where=` and `--where` take these words.
 - **Swapped**: norms that the plain `layernorm` or `rmsnorm` takes over with the same outputs (is one: normsmith's own);
   `restore_` is exact.
 - **Affine**: norms whose gain and shift `fold_(model, "affine")` moves into their readers.
@@ -26,8 +26,8 @@ reads: another family is found, swapped and folded by the same probing and traci
   go into the linear layer before them.
 - **Left alone**: the norms of neither, with the reason.
 - **Reloads**: whether `save_pretrained` after the affine fold loads again in the original class. It does not where a
-  shift needs a bias that this class does not have; the other sites can be folded alone with `where=`. –: nothing to fold,
-  or a module without `save_pretrained`.
+  shift needs a bias that this class does not have; the other sites can be folded alone with `where=`. –: nothing to
+  fold, or no `save_pretrained`.
 
 """
 _COLUMNS = ("Family", "Norms", "Swapped", "Affine", "Full", "Left alone", "Reloads")
