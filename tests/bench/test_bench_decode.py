@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from normsmith.bench import (
     DecodeSpeed,
     bench_decode,
+    bench_removal,
     bench_sphere_update,
     bench_training_step,
     decode_family,
@@ -20,6 +21,7 @@ from normsmith.bench import (
     step,
 )
 from normsmith.bench import decode as bench
+from normsmith.bench.timing import compiling
 from normsmith.errors import InputError, VerificationError
 from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.norms import Norm
@@ -170,6 +172,25 @@ def test_a_compiled_step_is_compiled_once_and_agrees() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")  # when inductor is imported
+def test_no_model_falls_back_to_eager_code_because_there_are_many() -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run() -> None:
+        for width in range(2, 14):
+            torch.compile(nn.Linear(width, 1), backend=count, dynamic=False)(torch.ones(1, width))
+
+    with compiling(12):
+        run()
+    assert len(graphs) == 12
+    with compiling(1), pytest.raises(Exception, match="limit"):
+        run()
+
+
 def test_a_cache_that_gives_other_tokens_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench.Decoder.__call__
 
@@ -187,6 +208,21 @@ def test_protocols_that_cannot_be_timed() -> None:
         bench.Decoder(small(), PROMPT, 4, "large")  # pyright: ignore
     with pytest.raises(InputError, match="a cache that grows cannot be compiled"):
         bench.Decoder(small(), PROMPT, 4, compiled=True)
+    few = tiny("gpt2", n_positions=16, vocab_size=90)
+    assert bench.Decoder(few, PROMPT, 10)()[0].shape == (2, 10)
+    with pytest.raises(InputError, match="GPT2LMHeadModel has 16 learned positions, and prompt and new tokens need 17"):
+        bench.Decoder(few, PROMPT, 11)
+    assert bench.learned_positions(tiny("llama", max_position_embeddings=16)) is None
+    with pytest.raises(InputError, match="BertForMaskedLM is no causal language model, so it decodes nothing"):
+        decode_family(tiny("bert"))
+
+
+def test_a_benchmark_leaves_every_module_in_its_mode() -> None:
+    model = small().train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    bench_removal(model, find_norms(model), rounds=1)
+    assert [module.training for module in model.modules()] == before
 
 
 def test_an_unfinished_taper_has_no_family() -> None:

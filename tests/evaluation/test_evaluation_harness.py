@@ -161,7 +161,9 @@ def test_standard_errors_of_ratios_agree_with_resampling() -> None:
 
 
 def test_a_suite_says_what_is_missing(data: Path) -> None:
-    found = evaluate(b.model(), b.tokenizer(), plan_evaluation("spheretnorm", data=data), limit=2)
+    model = b.model().train()
+    found = evaluate(model, b.tokenizer(), plan_evaluation("spheretnorm", data=data), limit=2)
+    assert all(module.training for module in model.modules())
     counted = [s for s in found.scores if s.place is not None]
     assert [s.place for s in counted] == list(range(1, 13))
     assert [(s.task, s.metric) for s in counted] == [(m.task, m.name) for m in suites.get("spheretnorm").metrics]
@@ -206,6 +208,7 @@ def test_wrong_names_and_folders(data: Path, tmp_path: Path) -> None:
         ("piqa", "piqa.jsonl", '["a"]', "line 1: is a list, expected an object with the keys query, choices, gold"),
         ("piqa", "piqa.jsonl", "\n\n", "holds no item of piqa"),
         ("hellaswag", "hellaswag_val_full.txt", "a\n0\nb\nc\nd\ne\nf\n7\n", "line 7: an item is a context"),
+        ("hellaswag", "hellaswag_val_full.txt", "a\n0\nb\nc\nd\ne\nf\n", "line 7: an item is a context"),
         ("hellaswag", "hellaswag_val_full.txt.bz2", "no archive", "cannot be read as text"),
         ("lambada_openai", "lambada_openai.jsonl", '{"context": "a", "continuation": ""}', "line 1: 'continuation'"),
     ],

@@ -58,6 +58,7 @@ def test_the_command_writes_a_model_that_loads_elsewhere(
         *("--set", "data.validation_fraction=0.2", "--set", "windows=20", "--set", "decode_rounds=1"),
     )
     assert result.code == 0, result
+    assert not Path("unused").exists()
     found = json.loads(result.out)
     assert [arm["name"] for arm in found["arms"]] == ["control", "original", "removed"]
     assert found["arms"][2]["fold_error"] <= 1e-4
@@ -177,7 +178,7 @@ def test_wrong_input_writes_nothing(pretrained: Path, tmp_path: Path, monkeypatc
         assert not out.exists()
         return result.err.splitlines()[-1]
 
-    assert "not a pre-norm model" in refused(pretrained / "bert", "--data", text, "--no-control")
+    assert "BertForMaskedLM is no causal language model" in refused(pretrained / "bert", "--data", text)
     assert "give more text" in refused(pretrained / "llama", "--data", short)
     assert "placement" in refused(pretrained / "llama", "--data", text, "--placement", "inner")
     assert "scale_loss" in refused(pretrained / "llama", "--data", text, "--set", "taper.scale_loss=-1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from normsmith.bench.timing import Timing, interleave, synchronize
+from normsmith.bench.timing import Timing, compiling, interleave, synchronize
 from normsmith.errors import InputError, VerificationError
 from normsmith.surgery.example import placed
 
@@ -53,7 +54,8 @@ class Decoder:
         compiled: compile the step; on CUDA with graphs.
 
     Raises:
-        InputError: compiled with a cache that grows, which would compile anew at every length.
+        InputError: compiled with a cache that grows, which would compile anew at every length; a model that cannot read
+            so many tokens.
     """
 
     def __init__(
@@ -77,6 +79,12 @@ class Decoder:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.options: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
         self._static: StaticCache | None = None
+        longest, needed = learned_positions(model), self.prompt.shape[1] + (0 if cache == "none" else new_tokens - 1)
+        if longest is not None and needed > longest:
+            raise InputError(
+                f"{type(model).__name__} has {longest} learned positions, and prompt and new tokens need {needed}: "
+                "shorten one of them"
+            )
 
     @property
     def produced(self) -> int:
@@ -118,6 +126,15 @@ class Decoder:
         return self._static
 
 
+def learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model has in a table of them, where it has one; beyond, looking them up fails."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    embed = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not embed]
+    # Some tables begin with a few rows for padding.
+    return longest if isinstance(longest, int) and any(longest <= n <= longest + 8 for n in rows) else None
+
+
 def greedy_decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, float]:
     """Greedy continuation of `prompt` (batch, time) with a dynamic KV cache: (tokens, seconds without the prefill)."""
     return Decoder(model, prompt, new_tokens)()
@@ -143,6 +160,21 @@ def bench_decode(
         VerificationError: they generate different tokens; a speed-up that changes the output is none.
         InputError: see `Decoder`.
     """
+    with compiling(len(models)) if compiled else nullcontext():
+        return _speeds(models, prompt, new_tokens, rounds, warmup, must_agree, tick, cache, compiled)
+
+
+def _speeds(
+    models: Mapping[str, nn.Module],
+    prompt: Tensor,
+    new_tokens: int,
+    rounds: int,
+    warmup: int,
+    must_agree: tuple[str, str],
+    tick: Callable[[int], None] | None,
+    cache: CacheKind,
+    compiled: bool,
+) -> list[DecodeSpeed]:
     decoders = {name: Decoder(model, prompt, new_tokens, cache, compiled) for name, model in models.items()}
     if all(name in models for name in must_agree):
         check_agreement(models[must_agree[0]], models[must_agree[1]], prompt, new_tokens, must_agree)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from normsmith.errors import InputError
 from normsmith.models import NormsmithForCausalLM
 from normsmith.models.describe import describe
 from normsmith.norms import Norm, norms
@@ -36,8 +37,10 @@ def decode_family(model: Any, fused: bool = False) -> dict[str, nn.Module]:
             so a model that has only those gets no such row.
 
     Raises:
-        InputError: no norm that can be tapered, or a taper that is not at its end.
+        InputError: no causal language model, no norm that can be tapered, or a taper that is not at its end.
     """
+    if not getattr(model, "can_generate", lambda: False)():
+        raise InputError(f"{type(model).__name__} is no causal language model, so it decodes nothing")
     own = isinstance(model, NormsmithForCausalLM)
     tapered = copy.deepcopy(model).eval()
     if not any(isinstance(m, TaperedNorm) for m in tapered.modules()):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from normsmith.bench.timing import Timing, interleave, seconds_of
+from normsmith.diagnostics.blocks import evaluating
 from normsmith.surgery.find import Sites
 from normsmith.surgery.replace import replace_modules
 
@@ -32,8 +33,5 @@ def bench_removal(
 
         return lambda: seconds_of(run)
 
-    was = model.training
-    try:
-        return interleave({"with norms": case(model.eval()), "without": case(bare)}, rounds, warmup=3, tick=tick)
-    finally:
-        model.train(was)
+    with evaluating(model):
+        return interleave({"with norms": case(model), "without": case(bare)}, rounds, warmup=3, tick=tick)

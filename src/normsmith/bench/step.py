@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normsmith.bench.timing import Timing, interleave, seconds_of
+from normsmith.bench.timing import Timing, compiling, interleave, seconds_of
 from normsmith.data import Facts
 from normsmith.data.kinds import data_config
 from normsmith.models import ModelConfig
@@ -84,7 +84,10 @@ def bench_training_step(
             assert controller is not None
             controller.load_state_dict({**controller.state_dict(), "completed": int(completed)})
             cases[f"{arm}, {phase}"] = step_case(model, controller, inputs, compiled)
-    return interleave(cases, rounds, warmup=3, tick=tick)
+    if not compiled:
+        return interleave(cases, rounds, warmup=3, tick=tick)
+    with compiling(len(cases)):
+        return interleave(cases, rounds, warmup=3, tick=tick)
 
 
 def _tokens(batch: int, length: int) -> tuple[Facts, dict[str, Tensor]]:

@@ -6,8 +6,10 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +51,18 @@ def seconds_of(work: Callable[[], object]) -> float:
     work()
     synchronize()
     return time.perf_counter() - started
+
+
+@contextmanager
+def compiling(cases: int) -> Generator[None]:
+    """While `cases` models are compiled and measured: none of them may fall back to eager code unseen.
+
+    Models of one class share their code, and torch by itself stops compiling it after eight versions.
+    """
+    torch.compiler.reset()  # what was compiled before counts too
+    limits: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] (documented under this name only)
+    with limits.patch(recompile_limit=max(8, 4 * cases), fail_on_recompile_limit_hit=True):
+        yield
 
 
 def _keep_freed_memory() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from normsmith.data.tokenizer import table_size
+from normsmith.diagnostics.blocks import evaluating
 from normsmith.errors import InputError, UnknownNameError
 from normsmith.evaluation.local import (
     Item,
@@ -119,8 +120,9 @@ def evaluate(
             answer is longer than the model's input, or no benchmark could be loaded.
     """
     longest = check_model(model, tokenizer)
-    lm = _harness_model(model, tokenizer, longest, batch_size)
-    scores, items, reasons = _answer(lm, plan, limit, tick)
+    with evaluating(model):  # lm-eval leaves a model in evaluation mode
+        lm = _harness_model(model, tokenizer, longest, batch_size)
+        scores, items, reasons = _answer(lm, plan, limit, tick)
     if not items or (plan.suite is None and reasons):
         name, reason = next(iter(reasons.items()))
         raise InputError(f"{name}: {reason}")

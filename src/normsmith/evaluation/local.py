@@ -127,7 +127,8 @@ def _groups(path: Path, lines: list[str]) -> list[Item]:
         lines.pop()
     size, items = _ENDINGS + 2, list[Item]()
     for start in range(0, len(lines), size):
-        query, gold, *endings = lines[start : start + size]
+        query, gold, *endings = [*lines[start : start + size], "", ""]
+        endings = endings[:-2]
         if len(endings) != _ENDINGS or gold.strip() not in {str(i) for i in range(_ENDINGS)}:
             raise InputError(
                 f"{path}, line {start + 1}: an item is a context, the number of the right ending (0 to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import math
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from normsmith.bench import LABELS, DecodeSpeed, bench_decode
+from normsmith.bench.decode import learned_positions
 from normsmith.data import PackedWindows, TextData, load_text
 from normsmith.diagnostics import audit_removal
 from normsmith.errors import DivergedError, InputError
@@ -61,14 +63,16 @@ def remove_norms(
     """Remove a pretrained causal language model's norms, fold it, and write `output`: the model, its card, its report.
 
     Raises:
-        InputError: not a pre-norm model, no tokenizer, too little text, a taper that does not fit the run.
+        InputError: no causal or no pre-norm model, no tokenizer, too little text, a taper that does not fit the run.
         DivergedError: a loss or the final model is not finite; nothing is written.
         VerificationError: folding changed the outputs.
     """
     check_output(source, output, overwrite)
+    if not getattr(model, "can_generate", lambda: False)():
+        raise InputError(f"{source}: {type(model).__name__} is no causal language model, which is what taper takes")
     data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
     validation = _validation(data, config)
-    model.to(config.training.arguments(Path("unused"), config.seed).device)  # before it is copied, and measured
+    model.to(config.training.arguments(Path(), config.seed).device)  # before it is copied, and measured
     taper = _ordered(model, find_norms(model), data, config)
     # So that a model without such norms, or a schedule that does not fit the run, is known before any training.
     _removing(copy.deepcopy(model), taper, config).close()
@@ -97,8 +101,9 @@ def remove_norms(
         raise DivergedError(f"folding changed the validation loss from {tapered.loss:.5f} to {folded_loss:.5f}")
     task = reporter.task("Decoding with a KV cache", config.decode_rounds)
     family = {"baseline": original, "tapered": whole, "folded": model, "twin": _twin(original, report)}
-    prompt = _rows(validation, 1)[:, :32]
-    speeds = bench_decode(family, prompt, new_tokens=48, rounds=config.decode_rounds, tick=task.update)
+    length = min(80, learned_positions(original) or 80)
+    prompt = _rows(validation, 1)[:, : length * 2 // 5]
+    speeds = bench_decode(family, prompt, length - prompt.shape[1], config.decode_rounds, tick=task.update)
     arms = _arms(original, model, before, control, tapered, folded_loss, report, config)
     results = _results(source, config, data, arms, speeds, command)
     _write(model, source, output, data, results, report, notes, overwrite)
@@ -144,23 +149,24 @@ def _train(
     teacher: nn.Module | None = None,
 ) -> _Trained:
     training = config.training
-    arguments = training.arguments(Path("unused"), config.seed)
-    arguments.save_strategy = "no"
     windows = PackedWindows(data.train, config.data.sequence_length, config.seed, training.sequences)
     what = "loss" if teacher is None else "KL to the control" if config.distill == 1 else "loss with KL to the control"
     callbacks = [ProgressCallback(reporter, name, what)]
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=windows,
-        controller=controller,
-        callbacks=callbacks,
-        teacher=teacher,
-        distill=config.distill,
-    )
-    started = time.monotonic()
-    trainer.train()
-    seconds = time.monotonic() - started
+    with tempfile.TemporaryDirectory() as unused:  # transformers makes the folder, though nothing is saved there
+        arguments = training.arguments(Path(unused), config.seed)
+        arguments.save_strategy = "no"
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=windows,
+            controller=controller,
+            callbacks=callbacks,
+            teacher=teacher,
+            distill=config.distill,
+        )
+        started = time.monotonic()
+        trainer.train()
+        seconds = time.monotonic() - started
     loss = language_loss(model.eval(), validation, training.batch_size)
     if not math.isfinite(loss):
         raise DivergedError(f"{name}: the validation loss is not finite; lower the learning rate or lengthen the taper")
@@ -243,7 +249,7 @@ def _results(
         f"({against}; {first.validation_loss:.4f} before) and decodes at {ratio:.2f} times the speed. One seed."
     )
     return Results(
-        title=f"Norms removed from {source.name}",
+        title=f"Norms removed from {source.resolve().name}",
         command=command,
         summary=summary,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -278,7 +284,7 @@ def _write(
         results.save(folder / "results.json")
         write_report(results, folder / "report.html")
         own_code = (folder / MODELLING_FILE).exists()
-        card = model_card(results, report, source.name, own_code, notes)
+        card = model_card(results, report, source.resolve().name, own_code, notes)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     try:
