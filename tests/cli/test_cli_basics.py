@@ -51,6 +51,14 @@ def test_usage_errors_are_one_sentence_and_code_2(arguments: list[str], message:
     normsmith(*arguments).refused(message)
 
 
+@pytest.mark.parametrize(("options", "shown"), [((), "x?"), (("--json",), "\\u2299")])
+def test_what_the_terminal_cannot_show_does_not_end_a_command(options: tuple[str, ...], shown: str) -> None:
+    narrow = {**os.environ, "PYTHONIOENCODING": "cp1252", "COLUMNS": "200"}
+    done = subprocess.run([SCRIPT, "ls", "norms", *options], capture_output=True, env=narrow, check=True)
+    assert done.stderr == b""
+    assert shown.encode() in done.stdout.replace(b" ", b"")
+
+
 @pytest.mark.parametrize("arguments", [[], ["bench"]])
 def test_without_a_verb_the_help_is_printed_and_the_code_is_2(arguments: list[str]) -> None:
     result = normsmith(*arguments)

@@ -6,14 +6,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import normsmith as ns
+from normsmith import models as normsmith_models
+from normsmith.cli.models import load_any
+from normsmith.norms.tapered import TaperedNorm
+from normsmith.surgery.example import make_example
 from normsmith.surgery.load import load_model
 from tests.cli.conftest import contents, normsmith
+from tests.surgery.families import FAMILIES
 from tests.tiny import apart, output, tiny
 
 
@@ -50,6 +56,38 @@ def test_inspect_lists_every_norm(llama: Path) -> None:
         "foldable": True,
         "blocked": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("NormsmithForTokenClassification", {"num_labels": 3}),
+        ("NormsmithForSequenceClassification", {"num_labels": 3}),
+        ("NormsmithForImageClassification", {"num_labels": 3, "image_size": 8, "patch_size": 4}),
+        ("NormsmithForTableRegression", {"num_features": 3}),
+    ],
+)
+def test_models_of_every_task_are_read_folded_and_written(name: str, options: dict[str, Any], work: Path) -> None:
+    cls = getattr(normsmith_models, name)
+    model = cls(cls.config_class(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, **options)).eval()
+    ns.taper_(model, {"scale_loss": 0.0}, steps=10).close()
+    for norm in (m for m in model.modules() if isinstance(m, TaperedNorm)):
+        norm.gate.zero_()
+        norm.gate_eval.zero_()
+    model.save_pretrained("task")
+    assert len(json.loads(normsmith("inspect", "task", "--json").out)) == 3
+    result = normsmith("fold", "task", "-o", "folded", "--json")
+    assert result.code == 0, result
+    assert len(json.loads(result.out)["removed"]) == 2
+    folded = load_any(work / "folded")
+    assert type(folded) is cls
+    inputs = make_example(model)
+    assert apart(folded(**inputs).logits, model(**inputs).logits) <= 1e-5
+
+
+def test_a_text_cannot_be_run_through_an_encoder_decoder(work: Path) -> None:
+    FAMILIES["t5"].model().save_pretrained("t5")
+    normsmith("inspect", "t5", "--text", "corpus.txt").refused("T5.* reads a text and writes another.*leave out --text")
 
 
 @pytest.mark.parametrize("which", ["llama", "trained"])

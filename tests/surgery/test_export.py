@@ -86,6 +86,16 @@ def test_onnx_agrees_with_onnxruntime_at_any_length(family: str, tmp_path: Path)
             assert apart(got, model(input_ids=ids).logits) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_onnx_of_half_precision_is_float32_and_says_so(dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="pip install 'normsmith[onnx]'")
+    model = tiny("llama").to(dtype).train()
+    said = export_model(model, tmp_path, "onnx")
+    assert f"in float32 (the model is {str(dtype).removeprefix('torch.')})" in said
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert all(module.training for module in model.modules())
+
+
 def test_onnx_of_a_model_of_ones_own(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="pip install 'normsmith[onnx]'")
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()

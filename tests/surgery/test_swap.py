@@ -69,6 +69,15 @@ def test_options_are_written_as_on_a_command_line() -> None:
     assert {norm.config.eps for norm in model.norms} == {0.25}  # and not that of the norm that stood there
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_norm_that_comes_back_is_in_the_model_s_mode(training: bool) -> None:
+    model = two("autonorm").train(not training)
+    swap_norms_(model, "rmsnorm", example=X)
+    model.train(training)
+    restore_(model)
+    assert all(module.training == training for module in model.modules())
+
+
 def test_matching_helps() -> None:
     for kind in ("dyt", "scalenorm"):
         found = {}

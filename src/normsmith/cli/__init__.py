@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -77,4 +78,7 @@ def main() -> None:
     """The console script."""
     from normsmith.cli.common import run
 
+    # A terminal or file that has no → or ‖ shows a question mark instead of ending what was computed with a traceback.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(run(app))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import signal
@@ -34,7 +35,8 @@ DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
     """Print `value` as JSON, or its human form."""
-    print(json.dumps(value, indent=1, ensure_ascii=False) if as_json else text())
+    unicode = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    print(json.dumps(value, indent=1, ensure_ascii=not unicode) if as_json else text())
 
 
 def run(app: typer.Typer) -> int:

@@ -38,13 +38,12 @@ def fold(
     import dataclasses
 
     from normsmith.folders import check_output
-    from normsmith.models import NormsmithConfig
-    from normsmith.studies.checkpoint import load_checkpoint, model_type, save_checkpoint
+    from normsmith.studies.checkpoint import is_own, load_checkpoint, save_checkpoint
     from normsmith.surgery import fold_, fold_checkpoint
     from normsmith.training import Reporter
 
     check_output(model, output, overwrite)
-    if model_type(model) == NormsmithConfig.model_type:
+    if is_own(model):
         loaded = load_checkpoint(model)
         report = fold_(loaded, where=where, strict=strict)
         save_checkpoint(loaded, model, output, overwrite)

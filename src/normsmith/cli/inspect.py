@@ -121,6 +121,11 @@ def _windows(folder: Path, model: Any, text: str, tokens: int, length: int, trus
 
     if "input_ids" not in signature(model.forward).parameters:
         raise InputError(f"{folder}: {type(model).__name__} does not take token ids, so no text can be run through it")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{folder}: {type(model).__name__} reads a text and writes another, and one text cannot be run through it; "
+            "leave out --text"
+        )
     longest = getattr(model.config, "max_position_embeddings", None) or length
     tokenizer = load_tokenizer(folder, trust_remote_code)
     return token_windows(text, tokenizer, min(length, longest), tokens)

@@ -29,12 +29,11 @@ def load_any(folder: Path, trust_remote_code: bool = False) -> Any:
     """A model that normsmith trained, or any Hugging Face model."""
     from transformers.utils import logging
 
-    from normsmith.models import NormsmithConfig
-    from normsmith.studies.checkpoint import load_checkpoint, model_type
+    from normsmith.studies.checkpoint import is_own, load_checkpoint
     from normsmith.surgery.load import load_model
 
     logging.disable_progress_bar()
-    if model_type(folder) == NormsmithConfig.model_type:
+    if is_own(folder):
         return load_checkpoint(folder)
     return load_model(folder, trust_remote_code)
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from normsmith import models
 from normsmith.errors import InputError
 from normsmith.folders import check_output, write_folder
-from normsmith.models import NormsmithConfig, NormsmithForCausalLM
+from normsmith.models import NormsmithConfig, NormsmithPreTrainedModel
 from normsmith.surgery.shards import read_config
 
 
@@ -25,37 +26,57 @@ def model_type(folder: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def load_checkpoint(folder: Path) -> NormsmithForCausalLM:
-    """The reference model in `folder`, in evaluation mode.
+def _classes() -> dict[str, type[NormsmithPreTrainedModel]]:
+    """Name → class of every model that `normsmith train` writes."""
+    found = {name: cls for name, cls in vars(models).items() if isinstance(cls, type)}
+    return {name: cls for name, cls in found.items() if issubclass(cls, NormsmithPreTrainedModel)}
+
+
+def is_own(folder: Path) -> bool:
+    """Whether the model in `folder` is of one of normsmith's own classes."""
+    return model_type(folder) in {_config_class(cls).model_type for cls in _classes().values()}
+
+
+def _config_class(cls: type[NormsmithPreTrainedModel]) -> type[NormsmithConfig]:
+    return cast("type[NormsmithConfig]", cls.config_class)
+
+
+def load_checkpoint(folder: Path) -> NormsmithPreTrainedModel:
+    """The reference model in `folder`, for language or another task, in evaluation mode.
 
     Raises:
         InputError: no such folder, no configuration, another model family, or missing or damaged weights.
     """
-    kind, config = model_type(folder), folder / "config.json"
-    if kind != NormsmithConfig.model_type:
-        raise InputError(f"{folder}: is a {kind or 'model of unknown type'!r}, not a model that normsmith trained")
+    config = folder / "config.json"
+    if not is_own(folder):
+        kind = model_type(folder) or "model of unknown type"
+        raise InputError(f"{folder}: is a {kind!r}, not a model that normsmith trained")
+    name = next(iter(read_config(folder).get("architectures") or ()), "NormsmithForCausalLM")
+    cls = _classes().get(name)
+    if cls is None:
+        raise InputError(f"{config}: names no class of normsmith ({name}); known: {', '.join(sorted(_classes()))}")
     try:
-        built = NormsmithConfig.from_pretrained(str(folder))
+        built = _config_class(cls).from_pretrained(str(folder))
     except InputError as error:
         raise InputError(f"{config}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # values of the wrong type, edited by hand
         raise InputError(f"{config}: holds a wrong value ({' '.join(str(error).split())})") from None
     try:
-        model, info = _load(folder, built)
+        model, info = _load(folder, cls, built)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise InputError(f"{folder}: the weights cannot be read ({' '.join(str(error).split())})") from None
     sizes = {entry[0] for entry in info["mismatched_keys"]}
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"], *sizes})
     if wrong:
         raise InputError(f"{folder}: weights and configuration do not match; first difference: {wrong[0]}")
-    return cast("NormsmithForCausalLM", model.eval())
+    return cast("NormsmithPreTrainedModel", model.eval())
 
 
-def _load(folder: Path, config: NormsmithConfig) -> tuple[Any, dict[str, Any]]:
+def _load(folder: Path, cls: type[NormsmithPreTrainedModel], config: NormsmithConfig) -> tuple[Any, dict[str, Any]]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # differences are named in our error, not in transformers' table of them
     try:
-        loading: Any = NormsmithForCausalLM.from_pretrained(
+        loading: Any = cls.from_pretrained(
             str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
     finally:
@@ -63,7 +84,7 @@ def _load(folder: Path, config: NormsmithConfig) -> tuple[Any, dict[str, Any]]:
     return loading
 
 
-def save_checkpoint(model: NormsmithForCausalLM, source: Path, output: Path, overwrite: bool) -> None:
+def save_checkpoint(model: NormsmithPreTrainedModel, source: Path, output: Path, overwrite: bool) -> None:
     """Write `model` to `output` with the tokenizer files of `source`; the folder appears complete or not at all.
 
     Raises:

@@ -158,8 +158,10 @@ def _save_onnx(model: nn.Module, folder: Path, example: Any) -> str:
         import onnxscript  # noqa: F401 (torch.onnx needs it) # pyright: ignore[reportUnusedImport, reportMissingTypeStubs]
     except ImportError as error:
         raise InputError(f"onnx: {error.name} is missing; pip install 'normsmith[onnx]'") from None
-    inputs = _inputs(make_example(model) if example is None else example)
-    function = _First(model, list(inputs)).eval()
+    inputs = {k: _plain(v) for k, v in _inputs(make_example(model) if example is None else example).items()}
+    half = next((p.dtype for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    # A copy, so that the caller's model keeps its device, dtype and mode; onnxruntime's CPU kernels know no bfloat16.
+    function = _First(copy.deepcopy(model).cpu().float(), list(inputs)).eval()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.onnx"
     tensors = tuple(inputs.values())
@@ -181,16 +183,25 @@ def _save_onnx(model: nn.Module, folder: Path, example: Any) -> str:
         raise InputError(f"onnx: torch.onnx cannot export this model ({str(error).strip().splitlines()[0]})") from None
     finally:
         logging.disable(before)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
     with torch.no_grad():
         expected = function(*tensors)
-    got = session.run(None, dict(zip(names, (t.numpy() for t in tensors), strict=True)))[0]
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        names = [i.name for i in session.get_inputs()]
+        got = session.run(None, dict(zip(names, (t.numpy() for t in tensors), strict=True)))[0]
+    except Exception as error:  # onnxruntime's errors have no class in common
+        path.unlink()
+        raise InputError(f"onnx: onnxruntime cannot run this model ({' '.join(str(error).split())[:200]})") from None
     error = difference([expected.double()], [torch.from_numpy(got).double()])
     if not error <= _ONNX_TOLERANCE:
         path.unlink()
         raise VerificationError(f"onnx: onnxruntime's outputs differ by {error:.1e} (relative); nothing was written")
-    return f"written as {path.name}, onnxruntime's outputs differ by {error:.1e}"
+    wider = "" if half is None else f" in float32 (the model is {str(half).removeprefix('torch.')})"
+    return f"written as {path.name}{wider}, onnxruntime's outputs differ by {error:.1e}"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _inputs(example: Any) -> dict[str, Tensor]:

@@ -189,6 +189,7 @@ def restore_(model: nn.Module) -> RestoreReport:
     _write_back(record.values)
     for name, old in record.modules.items():
         _follow(record.placed[name], _place(now[name]), old)
+        old.train(now[name].training)  # it has missed every train() and eval() since
     replace_modules(model, record.modules)
     watch_padding(model)
     restored = ((name, type(now[name]).__name__, type(old).__name__) for name, old in record.modules.items())

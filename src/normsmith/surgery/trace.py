@@ -39,7 +39,8 @@ _PRODUCTS: dict[Any, tuple[int, int, int | None]] = {
     _aten._grouped_mm: (0, 1, None),
     _aten.mv: (0, 1, None),
 }
-_POINTWISE = {_aten.mul, _aten.div, _aten.tanh, _aten.sigmoid, _aten.neg}  # may stand between a head and the output
+# May stand between a head and the output.
+_POINTWISE = {_aten.mul, _aten.div, _aten.add, _aten.sub, _aten.tanh, _aten.sigmoid, _aten.neg}
 _ALLOCATIONS = {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.new_zeros, _aten.new_empty, _aten.sym_size}
 STREAM, RETURNED = "also feeds the residual stream", "the model returns it"
 _WORDS = {"add": STREAM, "add_": STREAM}
@@ -50,6 +51,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.model, self.sites = model, sites
         self.weights = Weights(model)
+        self.constants = {id(buffer) for buffer in model.buffers() if buffer.ndim <= 1}
         self.uses = {name: Use() for name in sites}
         self.features: dict[int, tuple[str, Tensor, float]] = {}  # id → (site, shadow, factor)
         self.results: dict[int, Product] = {}  # id of a product's result, as it is
@@ -224,7 +226,9 @@ class _Watch(TorchDispatchMode):
             for product in read:
                 product.others.append(op.__name__)
         made = {self.descendants[id(t)] for t in tensors if id(t) in self.descendants}
-        if len(made) == 1 and (op in _REARRANGE or op in _POINTWISE) and len(tensors) - len(made) <= (op in _REARRANGE):
+        # The mean and scale of a table's units, which its model holds, are no other tensors.
+        others = len(tensors) - len(made) - (op in _POINTWISE and sum(id(t) in self.constants for t in tensors))
+        if len(made) == 1 and (op in _REARRANGE or op in _POINTWISE) and others <= (op in _REARRANGE):
             for result in tree_leaves(out):
                 self.descendants[id(result)] = next(iter(made))
                 self.alive.append(result)
