@@ -71,9 +71,10 @@ def prepare_folder(folder: Path, overwrite: bool, resume: bool | None = None) ->
     try:
         if overwrite and folder.exists():
             # Renaming first: an interruption then never leaves half of the old contents under the old name.
-            old = _hidden(folder, "old")
-            folder.resolve().replace(old)
-            shutil.rmtree(old)
+            _sweep(folder)
+            gone = _hidden(folder, "gone")
+            folder.resolve().replace(gone)
+            shutil.rmtree(gone)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MARK).touch()
     except OSError as error:
@@ -112,12 +113,19 @@ def _hidden(folder: Path, role: str) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the temporary folders of killed processes that were writing this folder; they may be large."""
+    """Delete what killed processes that were writing this folder left beside it; it may be large.
+
+    Where one was killed between its two renamings, the earlier contents go back to their place first.
+    """
     folder = folder.resolve()
-    for part in folder.parent.glob(f".{glob.escape(folder.name)}.*.part"):
-        number = part.name.removeprefix(f".{folder.name}.").removesuffix(".part")
-        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
-            shutil.rmtree(part, ignore_errors=True)
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        number, _, role = path.name.removeprefix(f".{folder.name}.").partition(".")
+        if role not in ("part", "old", "gone") or not number.isdecimal():
+            continue
+        if int(number) == os.getpid() or not _runs(int(number)):
+            if role == "old" and not folder.exists() and (path / _MARK).exists():
+                path.replace(folder)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _runs(number: int) -> bool:

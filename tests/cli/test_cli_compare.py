@@ -152,7 +152,7 @@ def owner(lock: Path) -> int:
 def test_several_processes_each_with_its_threads_and_one_that_dies(work: Path) -> None:
     lock = work / "st/dyt/.0.lock"
     killer = when(
-        work / "st/dyt/0/checkpoints/checkpoint-12/trainer_state.json",
+        work / "st/dyt/0/checkpoints/checkpoint-6/trainer_state.json",
         lambda: os.kill(owner(lock), signal.SIGKILL),
     )
     result = normsmith(*STUDY, "-o", "st", "--jobs", "2")

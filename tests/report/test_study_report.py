@@ -156,6 +156,20 @@ def test_weights_that_add_up_to_one_have_a_linear_axis(study: Path) -> None:
     assert "0.4" not in ticks["Sizes: LN"]
 
 
+def test_decode_speeds_of_several_batches_are_told_apart(study: Path) -> None:
+    rows = [
+        {"name": name, "batch": batch, "median": speed, "low": speed, "high": speed, "ratio": ratio}
+        for batch, scale in ((1, 100.0), (4, 300.0))
+        for name, speed, ratio in (("baseline", scale, 1.0), ("folded", scale * 1.2, 1.2 + batch / 100))
+    ]
+    (study / "decode.json").write_text(json.dumps(rows))
+    html = page(study)
+    assert "folded, batch 4 gains most: 1.24 times the baseline of the same batch." in html.text
+    assert "ratios: relative to baseline of the same batch" in html.text
+    (study / "decode.json").write_text(json.dumps(rows[:2]))
+    assert "folded is fastest: 120 tokens/s, 1.21 times baseline." in page(study).text
+
+
 def test_published_figures_stand_beside_ours_and_are_marked(study: Path) -> None:
     figures = [
         {

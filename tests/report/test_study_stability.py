@@ -69,6 +69,12 @@ def test_a_panel_cuts_off_what_is_far_worse_and_says_so(better: str, tmp_path: P
     assert f"{far:.3f}" in found.alt
 
 
+@pytest.mark.parametrize("rates", [("1e-3", "2e-3", "5e-3"), ("1e-3", "2e-3", "4e-3", "8e-3")])
+def test_ticks_are_plain_numbers_over_any_range(rates: tuple[str, ...], tmp_path: Path) -> None:
+    found = picture(make(tmp_path / "s", ARMS[:2], sweep={"training.learning_rate": rates}))
+    assert not [word for word in words(found) if "math" in word or "$" in word]
+
+
 def test_one_point_and_settings_without_an_order_are_drawn_too(tmp_path: Path) -> None:
     one = picture(make(tmp_path / "one", ARMS, sweep={"training.learning_rate": ("1e-2",)}))
     assert words(one).count("1e-2") == 4

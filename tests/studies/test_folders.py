@@ -76,6 +76,25 @@ def test_the_part_folder_of_a_killed_process_is_in_nobodys_way(tmp_path: Path) -
     assert tree(tmp_path) == {"out": "/", "out/.normsmith": "", "out/deep": "/", "out/deep/file": "one"}
 
 
+def test_what_a_killed_process_had_moved_away_comes_back(tmp_path: Path) -> None:
+    out, left = tmp_path / "out", tmp_path / f".out.{os.getpid()}.old"
+    write_folder(out, writer("earlier"), overwrite=False)
+    out.replace(left)  # killed between its two renamings
+    with pytest.raises(RuntimeError):
+        write_folder(out, fails_at_once, overwrite=False)
+    assert tree(out)["deep/file"] == "earlier"
+    out.rename(left)
+    write_folder(out, writer("new"), overwrite=True)
+    assert tree(tmp_path) == {"out": "/", "out/.normsmith": "", "out/deep": "/", "out/deep/file": "new"}
+    (tmp_path / f".out.{os.getpid()}.gone").mkdir()  # killed while the contents were deleted
+    prepare_folder(out, overwrite=True)
+    assert tree(tmp_path) == {"out": "/", "out/.normsmith": ""}
+
+
+def fails_at_once(folder: Path) -> None:
+    raise RuntimeError("boom")
+
+
 def test_prepare_makes_marks_empties_and_keeps(tmp_path: Path) -> None:
     out = tmp_path / "a/b"
     prepare_folder(out, overwrite=False)

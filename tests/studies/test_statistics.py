@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from normsmith.errors import InputError
+from normsmith.studies.comparison import ArmRow, Comparison
 from normsmith.studies.statistics import (
     ALPHA,
     BOOTSTRAP,
@@ -204,6 +205,23 @@ def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
         assert (found.deviation, found.effect) == (0, None)
         assert judged(differences) == ("unknown", "no verdict: the difference does not depend on the seed")
     assert compare_paired([0.1, 0.1 + 1e-7]).deviation == pytest.approx(1e-7 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("values", "decimals"),
+    [
+        ((0.5, 0.6), 4),
+        ((3.7, 40.0), 4),
+        ((52911.0, 53158.0), 1),
+        ((2.1e-5, 2.6e-5), 8),
+        ((0.012, 0.02), 5),
+        ((0.0,), 4),
+        ((), 4),
+    ],
+)
+def test_tables_show_as_many_decimals_as_the_values_need(values: tuple[float, ...], decimals: int) -> None:
+    arms = tuple(ArmRow.model_construct(mean=value) for value in values)
+    assert Comparison.model_construct(arms=arms).decimals == decimals
 
 
 def test_values_that_are_no_numbers_are_refused() -> None:

@@ -83,6 +83,9 @@ def read_decode(path: Path) -> tuple[DecodeRow, ...]:
     names = DecodeRow.model_fields
     rows = [{k: v for k, v in item.items() if k in names} if isinstance(item, dict) else item for item in _list(path)]
     labelled = [{"label": row.get("name"), **row} if isinstance(row, dict) else row for row in rows]
+    batches = [item.get("batch") for item in _list(path) if isinstance(item, dict)]
+    if len(set(map(str, batches))) > 1:  # several measurements, each with ratios to a first row of its own
+        labelled = [{**row, "label": f"{row['label']}, batch {b}"} for row, b in zip(labelled, batches, strict=True)]
     return tuple(_each(DecodeRow, path, row, i) for i, row in enumerate(labelled, 1))
 
 

@@ -110,12 +110,13 @@ def plain_ticks(axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         if not isinstance(axis.get_major_locator(), FixedLocator):  # such ticks have names
             axis.set_major_formatter(FuncFormatter(_tick))
+        if axis.get_scale() == "log":
+            quiet: Formatter = NullFormatter()
+            axis.set_minor_formatter(quiet)
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         if high < 1000 * low:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        quiet: Formatter = NullFormatter()
-        axes.yaxis.set_minor_formatter(quiet)
 
 
 def _tick(value: float, _position: int | None) -> str:

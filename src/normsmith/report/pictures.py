@@ -265,12 +265,18 @@ def decode_picture(measured: Sequence[DecodeRow], known: dict[str, Stroke]) -> P
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("Tokens per second")
 
-    fastest = max(rows, key=lambda row: row.median)
-    finding = f"{fastest.label} is fastest: {fastest.median:,.0f} tokens/s"
-    finding += f", {number(fastest.ratio, '{:.2f}')} times {rows[0].label}." if fastest is not rows[0] else "."
+    first = rows[0].label
+    if sum(row.name == rows[0].name for row in rows) > 1:
+        first = f"{rows[0].name} of the same batch"
+        fastest = max(rows, key=lambda row: row.ratio)
+        finding = f"{fastest.label} gains most: {number(fastest.ratio, '{:.2f}')} times the {first}."
+    else:
+        fastest = max(rows, key=lambda row: row.median)
+        finding = f"{fastest.label} is fastest: {fastest.median:,.0f} tokens/s"
+        finding += f", {number(fastest.ratio, '{:.2f}')} times {first}." if fastest is not rows[0] else "."
     told = _listing((row.label, f"{row.median:,.0f} ({number(row.ratio, '{:.2f}')}×)") for row in rows)
     alt = f"Bars of decode speed, median tokens per second and ratio to the first: {told}."
-    note = f"Bars: medians; whiskers: quartiles; ratios: relative to {rows[0].label}."
+    note = f"Bars: medians; whiskers: quartiles; ratios: relative to {first}."
     return picture_of("decode", ("Decode speed", finding, note, alt), draw, 0, len(rows))
 
 

@@ -69,7 +69,7 @@ def forest(account: Account) -> Picture | None:
         unit = f"{measure.unit}; " if measure.unit else ""
         axes.set_xlabel(f"Difference in {metric} to {shorten(reference, 24)} ({unit}{better} is better)")
 
-    told = "; ".join(f"{row.arm}: {_difference(row.paired)}" for row in rows)
+    told = "; ".join(f"{row.arm}: {_difference(row.paired, account.comparison.decimals)}" for row in rows)
     finding = f"{said_of(rows)}."
     note = (
         "Whiskers: 95 % t interval; thick line: 95 % bootstrap interval; filled: better or worse after Holm's "
@@ -79,9 +79,9 @@ def forest(account: Account) -> Picture | None:
     return picture_of("forest", ("Differences to the reference", finding, note, alt), draw, 0, len(rows))
 
 
-def _difference(found: Any) -> str:
-    ends = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
-    return f"{found.mean:+.4f}{ends}".replace("-", "−")
+def _difference(found: Any, decimals: int) -> str:
+    mean, *ends = (f"{v:+.{decimals}f}" for v in (found.mean, found.low, found.high) if v is not None)
+    return f"{mean}{f' [{ends[0]}, {ends[1]}]' if ends else ''}".replace("-", "−")
 
 
 class _Loss:

@@ -50,6 +50,7 @@ def _results(
         Heading("Verdict", number=False),
     ]
     rows: list[tuple[Entry, ...]] = []
+    digits = f".{account.comparison.decimals}f"
     for row in arms:
         counts, paired = row.counts, row.paired
         rest = counts.get("open", 0) + counts.get("refused", 0)
@@ -63,9 +64,9 @@ def _results(
                 _count(counts.get("diverged", 0)),
                 _count(counts.get("failed", 0)),
                 _count(rest),
-                interval(row.low, row.high, "{:.4f}", row.mean) if row.mean is not None else Entry(NOTHING),
+                interval(row.low, row.high, f"{{:{digits}}}", row.mean) if row.mean is not None else Entry(NOTHING),
                 figure(beside.get(row.arm), "{:,g}"),
-                interval(paired.low, paired.high, "{:+.4f}", paired.mean) if paired else Entry(NOTHING),
+                interval(paired.low, paired.high, f"{{:+{digits}}}", paired.mean) if paired else Entry(NOTHING),
                 words(verdict),
             )
         )
@@ -101,6 +102,7 @@ def statistics_grid(account: Account) -> Grid | None:
     titles = ("Pairs", "Difference", "95 % t", "95 % bootstrap", "p (t)", "p (Holm)", "p (sign flip)")
     titles += ("p (Wilcoxon)", "Effect size", "Seeds needed")
     rows: list[tuple[Entry, ...]] = []
+    signed = f"{{:+.{account.comparison.decimals}f}}"
     for row in account.rows:
         found = row.paired
         if found is None or found.mean is None:
@@ -112,9 +114,9 @@ def statistics_grid(account: Account) -> Grid | None:
             (
                 words(row.arm, row.arm),
                 figure(found.pairs, "{:.0f}"),
-                figure(found.mean, "{:+.4f}"),
-                interval(found.low, found.high),
-                interval(found.bootstrap_low, found.bootstrap_high),
+                figure(found.mean, signed),
+                interval(found.low, found.high, signed),
+                interval(found.bootstrap_low, found.bootstrap_high, signed),
                 probability(found.p_t),
                 probability(row.p_holm),
                 probability(found.p_sign_flip),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,13 @@ class Comparison(Config):
         split, _, name = self.metric.partition(" ")
         return Measure(name=name, split="test" if split == "test" else "validation", better=self.better, unit=self.unit)
 
+    @property
+    def decimals(self) -> int:
+        """Decimals that tell the arms apart: four, more where all values are below 0.1, one from a thousand on."""
+        largest = max((abs(row.mean) for row in self.arms if row.mean is not None), default=0.0)
+        size = math.floor(math.log10(largest)) if 0 < largest < math.inf else 0
+        return 1 if size >= 3 else max(4, 3 - size)
+
     def plain(self) -> dict[str, Any]:
         """JSON values."""
         return json.loads(self.model_dump_json())
@@ -142,7 +150,7 @@ def compare_outcomes(
     fixed = _own_point(study)
     everywhere = dict.fromkeys(study.plan.arms, fixed)
     return Comparison(
-        study=study.folder.name,
+        study=study.folder.resolve().name,  # `.` has no name of its own
         command=study.plan.command,
         metric=measure.title,
         better=measure.better,

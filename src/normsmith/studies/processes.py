@@ -69,6 +69,7 @@ class _Worker:
             },
             start_new_session=True,  # Ctrl-C reaches us alone, and we decide
         )
+        self.worked = False  # whether it has had a run
         self._messages = messages
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -125,6 +126,7 @@ class Processes:
             living = set(workers)
             while living:
                 worker, message = messages.get()
+                worker.worked |= message is not None
                 if message is None:
                     living.discard(worker)
                     self._ended(study, worker, progress)
@@ -146,7 +148,8 @@ class Processes:
             record_failure(cell, "failed", worker.last_error())
             study.lock(cell).path.unlink(missing_ok=True)
             progress.ended(cell)
-        if not held:
+        # One that was killed between two of its runs is replaced; one that never had a run would die again.
+        if not held and not worker.worked:
             raise NormsmithError(f"a worker process could not work: {worker.last_error()}")
 
 

@@ -35,6 +35,7 @@ def cells_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     titles = ["Arm", *swept, "Seeds", f"{comparison.metric.capitalize()} [95 %]", "Difference [95 %]", "p (Holm)"]
     titles += ["p (sign flip)", "Verdict", "Parameters", "Time"]
     rows: list[list[str]] = []
+    digits = f".{comparison.decimals}f"
     for row in comparison.arms:
         paired = row.paired
         rows.append(
@@ -42,8 +43,8 @@ def cells_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
                 row.arm,
                 *([row.point] if swept else []),
                 seeds_text(row.counts),
-                _with_interval(row.mean, row.low, row.high, "{:.4f}"),
-                NOTHING if paired is None else _with_interval(paired.mean, paired.low, paired.high, "{:+.4f}"),
+                _with_interval(row.mean, row.low, row.high, f"{{:{digits}}}"),
+                NOTHING if paired is None else _with_interval(paired.mean, paired.low, paired.high, f"{{:+{digits}}}"),
                 _p(row.p_holm),
                 _p(None if paired is None else paired.p_sign_flip),
                 "reference" if row.verdict is None else row.verdict.text,
