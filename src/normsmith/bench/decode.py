@@ -160,35 +160,22 @@ def bench_decode(
         VerificationError: they generate different tokens; a speed-up that changes the output is none.
         InputError: see `Decoder`.
     """
-    with compiling(len(models)) if compiled else nullcontext():
-        return _speeds(models, prompt, new_tokens, rounds, warmup, must_agree, tick, cache, compiled)
-
-
-def _speeds(
-    models: Mapping[str, nn.Module],
-    prompt: Tensor,
-    new_tokens: int,
-    rounds: int,
-    warmup: int,
-    must_agree: tuple[str, str],
-    tick: Callable[[int], None] | None,
-    cache: CacheKind,
-    compiled: bool,
-) -> list[DecodeSpeed]:
-    decoders = {name: Decoder(model, prompt, new_tokens, cache, compiled) for name, model in models.items()}
-    if all(name in models for name in must_agree):
-        check_agreement(models[must_agree[0]], models[must_agree[1]], prompt, new_tokens, must_agree)
-    if cache == "static" or compiled:
-        for name, decoder in decoders.items():
-            count = 1 if cache == "none" else new_tokens
-            plain = Decoder(models[name], prompt, max(count, 2), "dynamic")()[0][:, :count]
-            how = f"{name} with {cache} cache{', compiled' if compiled else ''}"
-            _compare(models[name], models[name], prompt, plain, decoder()[0], (name, how))
 
     def case(decoder: Decoder) -> Callable[[], float]:
         return lambda: decoder()[1]
 
-    timings = interleave({name: case(decoder) for name, decoder in decoders.items()}, rounds, warmup, tick)
+    with compiling(len(models)) if compiled else nullcontext():
+        decoders = {name: Decoder(model, prompt, new_tokens, cache, compiled) for name, model in models.items()}
+        if all(name in models for name in must_agree):
+            check_agreement(models[must_agree[0]], models[must_agree[1]], prompt, new_tokens, must_agree)
+        if cache == "static" or compiled:
+            for name, decoder in decoders.items():
+                count = 1 if cache == "none" else new_tokens
+                plain = Decoder(models[name], prompt, max(count, 2), "dynamic")()[0][:, :count]
+                how = f"{name} with {cache} cache{', compiled' if compiled else ''}"
+                _compare(models[name], models[name], prompt, plain, decoder()[0], (name, how))
+
+        timings = interleave({name: case(decoder) for name, decoder in decoders.items()}, rounds, warmup, tick)
     produced = next(iter(decoders.values())).produced
     reference = next(iter(timings.values()))
 

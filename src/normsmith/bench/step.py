@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,9 +85,7 @@ def bench_training_step(
             assert controller is not None
             controller.load_state_dict({**controller.state_dict(), "completed": int(completed)})
             cases[f"{arm}, {phase}"] = step_case(model, controller, inputs, compiled)
-    if not compiled:
-        return interleave(cases, rounds, warmup=3, tick=tick)
-    with compiling(len(cases)):
+    with compiling(len(cases)) if compiled else nullcontext():
         return interleave(cases, rounds, warmup=3, tick=tick)
 
 

@@ -127,14 +127,14 @@ def _groups(path: Path, lines: list[str]) -> list[Item]:
         lines.pop()
     size, items = _ENDINGS + 2, list[Item]()
     for start in range(0, len(lines), size):
-        query, gold, *endings = [*lines[start : start + size], "", ""]
-        endings = endings[:-2]
-        if len(endings) != _ENDINGS or gold.strip() not in {str(i) for i in range(_ENDINGS)}:
+        item = lines[start : start + size]
+        if len(item) != size or item[1].strip() not in {str(i) for i in range(_ENDINGS)}:
             raise InputError(
                 f"{path}, line {start + 1}: an item is a context, the number of the right ending (0 to "
                 f"{_ENDINGS - 1}) and {_ENDINGS} endings, a line each"
             )
-        items.append({"query": query.strip(), "choices": [e.strip() for e in endings], "gold": int(gold)})
+        query, gold, *endings = (line.strip() for line in item)
+        items.append({"query": query, "choices": endings, "gold": int(gold)})
     return items
 
 

@@ -80,13 +80,18 @@ def read_decode(path: Path) -> tuple[DecodeRow, ...]:
     Raises:
         InputError: the file is not a list of such rows.
     """
-    names = DecodeRow.model_fields
-    rows = [{k: v for k, v in item.items() if k in names} if isinstance(item, dict) else item for item in _list(path)]
-    labelled = [{"label": row.get("name"), **row} if isinstance(row, dict) else row for row in rows]
-    batches = [item.get("batch") for item in _list(path) if isinstance(item, dict)]
-    if len(set(map(str, batches))) > 1:  # several measurements, each with ratios to a first row of its own
-        labelled = [{**row, "label": f"{row['label']}, batch {b}"} for row, b in zip(labelled, batches, strict=True)]
-    return tuple(_each(DecodeRow, path, row, i) for i, row in enumerate(labelled, 1))
+    items = _list(path)
+    batches = {str(item.get("batch")) for item in items if isinstance(item, dict)}
+
+    def row_of(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        label = item.get("label", item.get("name"))
+        if len(batches) > 1:  # several measurements, each with ratios to a first row of its own
+            label = f"{label}, batch {item.get('batch')}"
+        return {**{k: v for k, v in item.items() if k in DecodeRow.model_fields}, "label": label}
+
+    return tuple(_each(DecodeRow, path, row_of(item), i) for i, item in enumerate(items, 1))
 
 
 def read_panels(path: Path) -> tuple[Panel, ...]:
