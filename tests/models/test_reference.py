@@ -150,17 +150,33 @@ def test_activation_checkpointing_and_hidden_states() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("norm", ["tapered_rmsnorm", "fakeln_rms", "autonorm"])
 @pytest.mark.parametrize("connection", ["pre", "sphere"])
-def test_bfloat16_reload_keeps_schedule_state_and_stream(connection: str, tmp_path: Path) -> None:
-    model = small(norm="tapered_rmsnorm", connection=connection)
+def test_bfloat16_reload_keeps_schedule_state_and_stream(connection: str, norm: str, tmp_path: Path) -> None:
+    model = small(norm=norm, connection=connection)
     for name, buffer in model.named_buffers():
-        if name.endswith(".scale"):
+        if name.endswith((".scale", ".sigma", ".static_weights")):
             buffer.fill_(1.2345678)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert again(IDS).logits.dtype == torch.bfloat16
     for name, buffer in model.named_buffers():
         assert torch.equal(dict(again.named_buffers())[name], buffer), name
+
+
+def test_angles_of_a_cast_model_are_those_of_a_loaded_one(tmp_path: Path) -> None:
+    model = small()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(model.bfloat16()(IDS).logits, loaded(IDS).logits)
+    assert {b.dtype for name, b in model.named_buffers() if "inverse_frequency" in name} == {torch.float32}
+
+
+def test_token_ids_of_other_names_are_kept(tmp_path: Path) -> None:
+    config = NormsmithConfig(cls_token_id=1, sep_token_id=2, mask_token_id=3)  # pyright: ignore
+    config.save_pretrained(tmp_path)
+    again: Any = NormsmithConfig.from_pretrained(tmp_path)
+    assert (again.cls_token_id, again.sep_token_id, again.mask_token_id) == (1, 2, 3)
 
 
 def test_missing_weights_start_at_their_initial_values(tmp_path: Path) -> None:

@@ -243,6 +243,19 @@ def test_pooling_of_nothing_but_padding_is_finite() -> None:
     assert torch.equal(pool(torch.randn(2, 3, 4), torch.zeros(2, 3), "mean"), torch.zeros(2, 4))
 
 
+def test_labels_of_a_table_are_never_broadcast() -> None:
+    x, y = INPUTS[table]["features"], torch.tensor([1.0, 5.0, -3.0])
+    model = M.NormsmithForTableRegression(M.NormsmithTableConfig(num_features=5, hidden_size=16, num_hidden_layers=1))
+    expected = (model(x).logits[:, 0] - y).square().mean()
+    for labels in (y, y[:, None]):
+        torch.testing.assert_close(model(x, labels=labels).loss, expected)
+    for wrong in (y.repeat(2), y[:, None].expand(3, 2), y[:1]):
+        with pytest.raises(InputError, match=r"the labels are \[.*\], the predictions \[3, 1\]"):
+            model(x, labels=wrong)
+    with pytest.raises(InputError, match=r"the labels are \[3, 1\], the predictions \[3, 2\]"):
+        table()(x, labels=y[:, None])
+
+
 @pytest.mark.parametrize("make", list(INPUTS), ids=lambda m: m.__name__)
 def test_surgery_knows_them(make: Any) -> None:
     model = make()

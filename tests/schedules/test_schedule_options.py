@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,25 @@ def test_sites_go_one_after_another_in_the_given_order() -> None:
     assert starts == dict(zip(order, (10, 18, 26, 34), strict=True))
     assert ends == dict(zip(order, (26, 34, 42, 50), strict=True))
     assert 0 <= controller.progress()["gate"] <= 1
+
+
+def test_a_step_before_the_calibration_may_be_anything() -> None:
+    model = small()
+    config = TaperConfig(calibration="batch", calibration_steps=3, start_step=10, end_step=20, scale_loss=0.1)
+    controller = taper_(model, config, steps=20)
+    ids = torch.randint(60, (2, 8))
+    for step in range(12):
+        kept = model.model.embed_tokens.weight.detach().clone()
+        if step == 2:  # as a loop with a GradScaler skips it
+            with torch.no_grad():
+                model.model.embed_tokens.weight.fill_(math.inf)
+        model.train()(ids)
+        controller.step()
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(kept)
+    assert torch.isfinite(controller.target)
+    model(ids)
+    assert math.isfinite(float(controller.auxiliary_loss()))
 
 
 @pytest.mark.parametrize("stop", [5, 15, 30])

@@ -115,6 +115,21 @@ def test_the_average_of_the_weights_against_its_formula() -> None:
         average.on_train_begin(arguments, state, None)  # pyright: ignore[reportArgumentType]
 
 
+def test_the_average_of_half_precision_moves() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    state = type("State", (), {"global_step": 0})()
+    average: Any = WeightAverage(model, 0.999)
+    torch.nn.init.ones_(model.weight)
+    average.on_train_begin(None, state, None)
+    torch.nn.init.constant_(model.weight, 2.0)
+    state.global_step = 10_000
+    for _ in range(2000):
+        average.on_step_end(None, state, None)
+    average.apply_()
+    assert model.weight.item() == pytest.approx(2 - 0.999**2000, abs=0.01)
+    assert model.weight.dtype == torch.bfloat16
+
+
 def test_the_average_of_unit_weights_has_unit_weights(tmp_path: Path) -> None:
     recipe = short("digits-vit", "training.weight_average=0.9", "connection=ngpt", "training.weight_decay=0")
     model: Any = run(recipe, tmp_path / "out").model

@@ -75,6 +75,19 @@ def test_the_trainer_equals_a_loop_by_hand(micro: int, tmp_path: Path) -> None:
     assert "scale_target" in trainer.state.log_history[4]
 
 
+def test_smoothed_labels_are_those_of_the_next_token(tmp_path: Path) -> None:
+    losses: list[float] = []
+    for number, smoothing in enumerate((0.0, 1e-9)):
+        torch.manual_seed(0)
+        options = arguments(tmp_path / str(number), max_steps=1)
+        options.label_smoothing_factor = smoothing
+        model = small()
+        trainer = Trainer(model, options, train_dataset=windows(4), teacher=small())
+        losses.append(trainer.evaluate(windows(4))["eval_loss"])
+        trainer.train()  # with a teacher, who needs the labels too
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_logs_further_apart_are_means_over_the_steps_between(tmp_path: Path) -> None:
     every: dict[int, dict[str, dict[int, float]]] = {}
     for log_every in (1, 4):

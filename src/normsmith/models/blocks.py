@@ -16,12 +16,16 @@ from normsmith.connections import connections, make_norm
 from normsmith.models.branch import make_branch
 from normsmith.models.config import NormsmithConfig
 from normsmith.norms import Norm
+from normsmith.norms.base import Stateful
 
 Rotation = tuple[Tensor, Tensor]
 
 
-class Rotary(nn.Module):
-    """Cosines and sines of the rotary positions, (batch, time) → two of (batch, 1, time, head width)."""
+class Rotary(Stateful):
+    """Cosines and sines of the rotary positions, (batch, time) → two of (batch, 1, time, head width).
+
+    The frequencies stay float32 when the model's dtype changes: rounded, they are off by ever more from token to token.
+    """
 
     inverse_frequency: Tensor
 

@@ -182,9 +182,13 @@ class NormsmithConfig(PreTrainedConfig):
         return connection_config(self.connection)
 
 
+# Keys of transformers that are spelt nearly like ours, as a tokenizer for classification has them.
+_OTHERS = {"sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id"}
+
+
 def _reject_typos(unknown: dict[str, Any]) -> None:
     # transformers keeps unknown keys as attributes; one that nearly is a key of ours is a typing error.
-    for key in unknown:
+    for key in unknown.keys() - _OTHERS:
         close = difflib.get_close_matches(key, NormsmithConfig.__annotations__, n=1, cutoff=0.8)
         if close and close != [key]:
             raise UnknownNameError("key", key, close, "the model configuration")

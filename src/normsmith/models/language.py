@@ -27,6 +27,7 @@ from normsmith.models.config import NormsmithConfig, initial_deviations
 from normsmith.models.describe import describe
 from normsmith.norms import Norm
 from normsmith.norms.autonorm import STATE as GATE_STATE
+from normsmith.norms.fakeln import FAKE_STATE
 from normsmith.ops.statistics import widen
 
 
@@ -53,7 +54,7 @@ class NormsmithPreTrainedModel(PreTrainedModel):
         r"\.sum_scaled$",
         r"\.sum_power$",
         r"\.batches$",
-        *(rf"\.{name}$" for name in GATE_STATE if name != "batches"),
+        *(rf"\.{name}$" for name in (*GATE_STATE, *FAKE_STATE) if name != "batches"),
     ]
 
     @property

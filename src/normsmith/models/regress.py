@@ -95,7 +95,7 @@ class NormsmithForTableRegression(NormsmithPreTrainedModel):
     def forward(self, features: Tensor, labels: Tensor | None = None, **kwargs: Any) -> SequenceClassifierOutput:
         """Features (batch, F) in the table's units → `logits`, the predictions (batch, targets), in those too.
 
-        With `labels` (batch, targets) also the mean squared error of the standardised targets.
+        With `labels`, (batch, targets) or for one target (batch,), also the mean squared error of the standardised ones.
         """
         if features.shape[-1] != self.config.num_features:
             raise InputError(
@@ -104,6 +104,10 @@ class NormsmithForTableRegression(NormsmithPreTrainedModel):
         x = self.standardise(features).to(self.tokens.weights.dtype)
         outputs = self.model(inputs_embeds=self.class_token(self.tokens(x)), use_cache=False, **kwargs)
         predicted = self.regressor(pool(outputs.last_hidden_state, None, self.config.pooling))
+        if labels is not None:
+            labels = labels[:, None] if labels.ndim == 1 and self.config.num_targets == 1 else labels
+            if labels.shape != predicted.shape:  # broadcast, they would be compared with other rows' predictions
+                raise InputError(f"the labels are {list(labels.shape)}, the predictions {list(predicted.shape)}")
         loss = None if labels is None else F.mse_loss(predicted.float(), self.target(labels).float())
         return SequenceClassifierOutput(
             loss=loss,

@@ -79,7 +79,7 @@ class FakeNorm(Norm):
         super().__init__(width, config, **options)
         self.gamma = nn.Parameter(torch.ones(width))
         self.register_parameter("beta", None)
-        for name, value in _FAKE_STATE.items():
+        for name, value in FAKE_STATE.items():
             self.register_buffer(name, torch.tensor(value))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class FakeNorm(Norm):
 
 
 # Real at first, with σ_avg 1 until it is known; sums and the count of batches at 0.
-_FAKE_STATE = {
+FAKE_STATE = {
     **{"fake": 0.0, "fake_qk": 0.0, "sigma": 1.0, "sigma_qk": 1.0, "sigma_first": 1.0},
     **{"keep_first": 0.0, "keep_end": 0.0, "sum_sigma": 0.0, "sum_first": 0.0, "batches": 0.0},
 }

@@ -203,7 +203,8 @@ class TaperController(Controller):
         self.moments.copy_(
             torch.where(weights > 0, self.moments.lerp(new[:-1].view_as(self.moments), weights), self.moments)
         )
-        self.target.lerp_(new[-1], self._weight(min(starts)))
+        if weight := self._weight(min(starts)):
+            self.target.lerp_(new[-1], weight)
 
     def _weights(self, values: tuple[float, ...], device: torch.device) -> Tensor:
         """The weights as a column; equal ones are filled in on the device, others copied there when they change."""

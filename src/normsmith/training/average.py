@@ -12,6 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from normsmith.errors import InputError
+from normsmith.ops.statistics import widen
 from normsmith.training.callback import normalize_weights_
 
 
@@ -38,13 +39,13 @@ class WeightAverage(TrainerCallback):
         self.average: list[Tensor] = []
 
     def _weights(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.model.parameters()]
+        return [widen(parameter.detach()) for parameter in self.model.parameters()]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin with the weights, or with the average of the checkpoint that is continued."""
-        self.average = [weight.clone() for weight in self._weights()]
+        self.average = [weight.clone() for weight in self._weights()]  # of half precision in float32, to move at all
         if not state.global_step:
             return
         path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / self.file
@@ -73,6 +74,6 @@ class WeightAverage(TrainerCallback):
 
         A mean of unit vectors is shorter than one, so weights of unit length (`ngpt`) are made so again.
         """
-        for weight, average in zip(self._weights(), self.average, strict=True):
+        for weight, average in zip(self.model.parameters(), self.average, strict=True):
             weight.copy_(average)
         normalize_weights_(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from normsmith.data import Ordered
 from normsmith.errors import DivergedError
+from normsmith.models import NormsmithForCausalLM
 from normsmith.schedules import Controller
 from normsmith.schedules.overflow import remedy
 from normsmith.training.callback import NormsmithCallback
@@ -46,6 +48,10 @@ class Trainer(transformers.Trainer):
         # The stock filter would replace a NaN by the mean of the losses before, and asks the device at every step.
         self.args.logging_nan_inf_filter = False
         self.remove_callback(PrinterCallback)
+        own = self.model is not None and any(isinstance(m, NormsmithForCausalLM) for m in self.model.modules())
+        if self.label_smoother is not None and own:
+            # transformers knows by a list of its own classes where the labels are those of the next position.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         if controller is not None or (self.model is not None and has_unit_weights(self.model)):
             # After the flow callback, which starts each event, and before those that log or save.
             self.add_callback(NormsmithCallback(controller))
@@ -98,10 +104,12 @@ class Trainer(transformers.Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The model's loss plus, in training, the controller's."""
+        labels = inputs.get("labels")  # which transformers takes out where it smooths them
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             if self.teacher is not None:
-                loss = (1 - self.distill) * loss + self.distill * self._divergence(inputs, outputs, num_items_in_batch)
+                told = {**inputs, "labels": labels}
+                loss = (1 - self.distill) * loss + self.distill * self._divergence(told, outputs, num_items_in_batch)
             steps = self.current_gradient_accumulation_steps
             # Where the loss is divided by the items of the whole accumulated batch, it is a share already.
             shared = self._loss_is_a_share(num_items_in_batch)
