@@ -95,7 +95,7 @@ class NormsmithForTableRegression(NormsmithPreTrainedModel):
     def forward(self, features: Tensor, labels: Tensor | None = None, **kwargs: Any) -> SequenceClassifierOutput:
         """Features (batch, F) in the table's units → `logits`, the predictions (batch, targets), in those too.
 
-        With `labels`, (batch, targets) or for one target (batch,), also the mean squared error of the standardised ones.
+        With `labels`, (batch, targets) or for one target (batch,), also their mean squared error, standardised.
         """
         if features.shape[-1] != self.config.num_features:
             raise InputError(
