@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from normsmith.bench import (
@@ -215,6 +216,10 @@ def test_protocols_that_cannot_be_timed() -> None:
     assert bench.learned_positions(tiny("llama", max_position_embeddings=16)) is None
     with pytest.raises(InputError, match="BertForMaskedLM is no causal language model, so it decodes nothing"):
         decode_family(tiny("bert"))
+    config = transformers.T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    t5 = transformers.T5ForConditionalGeneration(config)  # it generates, but from a text that another stack reads
+    with pytest.raises(InputError, match="T5ForConditionalGeneration is no causal language model"):
+        decode_family(t5)
 
 
 def test_a_benchmark_leaves_every_module_in_its_mode() -> None:

@@ -15,6 +15,7 @@ from normsmith.norms.tapered import TaperedNorm
 from normsmith.schedules import TaperConfig
 from normsmith.surgery import find_norms, fold_, taper_
 from normsmith.surgery.replace import replace_modules
+from normsmith.traits import is_causal_lm
 
 LABELS = {
     "baseline": "normalised baseline",
@@ -39,7 +40,7 @@ def decode_family(model: Any, fused: bool = False) -> dict[str, nn.Module]:
     Raises:
         InputError: no causal language model, no norm that can be tapered, or a taper that is not at its end.
     """
-    if not getattr(model, "can_generate", lambda: False)():
+    if not is_causal_lm(model):
         raise InputError(f"{type(model).__name__} is no causal language model, so it decodes nothing")
     own = isinstance(model, NormsmithForCausalLM)
     tapered = copy.deepcopy(model).eval()

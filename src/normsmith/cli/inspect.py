@@ -118,10 +118,11 @@ def _windows(folder: Path, model: Any, text: str, tokens: int, length: int, trus
     from normsmith.cli.models import load_tokenizer
     from normsmith.data import token_windows
     from normsmith.errors import InputError
+    from normsmith.traits import is_encoder_decoder
 
     if "input_ids" not in signature(model.forward).parameters:
         raise InputError(f"{folder}: {type(model).__name__} does not take token ids, so no text can be run through it")
-    if getattr(model.config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise InputError(
             f"{folder}: {type(model).__name__} reads a text and writes another, and one text cannot be run through it; "
             "leave out --text"

@@ -28,6 +28,7 @@ from normsmith.evaluation.local import (
 )
 from normsmith.evaluation.results import FORMS, Evaluation, Form, ItemValues, Score, TaskItems, aggregate
 from normsmith.evaluation.suites import suites
+from normsmith.traits import is_causal_lm
 
 LONGEST = 1024
 """Tokens of an input; shorter where the model's positions end before."""
@@ -170,7 +171,7 @@ def check_model(model: Any, tokenizer: Any) -> int:
         InputError: no causal language model, or a tokenizer that is not its own.
     """
     config = model.config
-    if not getattr(model, "can_generate", lambda: False)() or getattr(config, "is_encoder_decoder", False):
+    if not is_causal_lm(model):
         raise InputError(f"{type(model).__name__} is no causal language model, so it has no likelihoods to compare")
     rows, highest = int(model.get_input_embeddings().weight.shape[0]), table_size(tokenizer) - 1
     if highest >= rows:

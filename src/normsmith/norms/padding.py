@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from normsmith.errors import InputError
 from normsmith.norms.base import Norm, NormConfig
+from normsmith.traits import generates, is_encoder_decoder
 
 
 class PaddingWatch:
@@ -32,7 +33,7 @@ def watch_padding(model: nn.Module) -> None:
     """
     names = list(inspect.signature(model.forward).parameters)
     wanting = [m for m in model.modules() if isinstance(m, Norm) and hasattr(m, "token_mask")]
-    if "attention_mask" not in names or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if "attention_mask" not in names or is_encoder_decoder(model):
         return
     for hook in model._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
         if isinstance(hook, PaddingWatch):
@@ -60,7 +61,6 @@ def refuse_pooling(config: NormConfig, where: str) -> None:
 def check_pooling(model: nn.Module, config: NormConfig) -> None:
     """`refuse_pooling` for a model that says it generates text from left to right, and for one with a decoder."""
     settings = getattr(model, "config", None)
-    generates = callable(can := getattr(model, "can_generate", None)) and bool(can())
-    decodes = any(getattr(settings, name, False) is True for name in ("is_decoder", "is_encoder_decoder", "causal"))
-    if generates or decodes:
+    decodes = any(getattr(settings, name, False) is True for name in ("is_decoder", "causal"))
+    if decodes or is_encoder_decoder(model) or generates(model):
         refuse_pooling(config, type(model).__name__)

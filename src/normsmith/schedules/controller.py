@@ -16,6 +16,7 @@ from normsmith.ops.statistics import centre, widen
 from normsmith.ops.taper import token_mean
 from normsmith.schedules.overflow import Overflow, remedy
 from normsmith.schedules.taper import TaperConfig
+from normsmith.traits import is_encoder_decoder
 
 
 class Controller:
@@ -126,7 +127,7 @@ class TaperController(Controller):
         The padding of a model with encoder and decoder is not left out: its mask may belong to either.
         """
         names = list(inspect.signature(model.forward).parameters)
-        if "attention_mask" in names and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if "attention_mask" in names and not is_encoder_decoder(model):
             self._mask_position = names.index("attention_mask")
             self._handles.append(model.register_forward_pre_hook(self._see_mask, with_kwargs=True))
 

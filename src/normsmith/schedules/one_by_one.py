@@ -16,6 +16,7 @@ from normsmith.ops.taper import token_mean
 from normsmith.schedules.controller import Controller
 from normsmith.schedules.overflow import Overflow, remedy
 from normsmith.schedules.sequential import Removal, SequentialConfig, Uses
+from normsmith.traits import is_encoder_decoder
 
 
 class Split(Protocol):
@@ -78,7 +79,7 @@ class OneByOneController(Controller):
 
         Not in a model with encoder and decoder, whose arguments may belong to either: there index 0 is first.
         """
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if is_encoder_decoder(model):
             return
         self._places = {name: i for i, name in enumerate(inspect.signature(model.forward).parameters)}
         self._handles.append(model.register_forward_pre_hook(self._see, with_kwargs=True))

@@ -32,6 +32,7 @@ from normsmith.surgery.export import export_model
 from normsmith.surgery.native import MODELLING_FILE
 from normsmith.surgery.replace import replace_modules
 from normsmith.training import ProgressCallback, Reporter, Trainer
+from normsmith.traits import is_causal_lm
 
 __all__ = ["METHODS", "Removal", "RemovalConfig", "preset", "remove_norms"]
 
@@ -68,7 +69,7 @@ def remove_norms(
         VerificationError: folding changed the outputs.
     """
     check_output(source, output, overwrite)
-    if not getattr(model, "can_generate", lambda: False)():
+    if not is_causal_lm(model):
         raise InputError(f"{source}: {type(model).__name__} is no causal language model, which is what taper takes")
     data = load_text(config.data.model_copy(update={"tokenizer": str(source)}), reporter.say)
     validation = _validation(data, config)

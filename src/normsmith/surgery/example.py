@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normsmith.errors import InputError
+from normsmith.traits import is_encoder_decoder
 
 _PASSED_ON = {"self", "args", "kwargs"}
 
@@ -74,7 +75,7 @@ def make_example(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     wanted = [name for name in makers if name in forward]
     if "input_ids" in wanted and "pixel_values" in wanted and not _part(config, "text_config"):
         wanted.remove("pixel_values")
-    if not getattr(config, "is_encoder_decoder", False):
+    if not is_encoder_decoder(model):
         wanted = [name for name in wanted if name != "decoder_input_ids"]
     generator = torch.Generator().manual_seed(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

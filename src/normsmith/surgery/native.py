@@ -21,6 +21,7 @@ from normsmith.errors import InputError
 from normsmith.norms import Norm, norms
 from normsmith.norms.padding import watch_padding
 from normsmith.surgery.bundle import all_specs, bundle_norms, norm_spec
+from normsmith.traits import is_encoder_decoder
 
 MODELLING_FILE = "modeling_normsmith.py"
 _HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
@@ -190,7 +191,7 @@ def save_native(model: Any, folder: str | Path, **kwargs: Any) -> None:
         norms=bundle_norms(kinds).strip(),
         model_type=model_type,
         keep=[*(base._keep_in_fp32_modules_strict or ()), *_wide(model, found["sites"])] or None,
-        watch=_watch_code(base, model.config, specs),
+        watch=_watch_code(base, model, specs),
         auto=autos[0],
     )
     # The names of the running model, not those of an older checkpoint format that is chosen by model_type.
@@ -219,13 +220,13 @@ def _wide(model: Any, sites: dict[str, Any]) -> list[str]:
     return found
 
 
-def _watch_code(base: type, config: Any, specs: list[dict[str, Any]]) -> str:
+def _watch_code(base: type, model: Any, specs: list[dict[str, Any]]) -> str:
     """What the saved class needs so that norms which pool over a sequence know its padding; nothing without such."""
     pooled = next((spec["kind"] for spec in specs if spec["options"].get("pool") == "sequence"), None)
     names = list(inspect.signature(cast("Any", base).forward).parameters)[1:]
     if pooled is None or "attention_mask" not in names:
         return ""
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise InputError(
             f"{pooled} with pool='sequence' must know the padding, and in {base.__name__} an attention mask may belong "
             "to the encoder or to the decoder; use pool='token', or collapse_ it first"
