@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normsmith.data import DataConfig
-from normsmith.data.sources import Document, hash_documents, python_library, read_documents, split_documents
+from normsmith.data.sources import (
+    Document,
+    hash_documents,
+    python_library,
+    read_documents,
+    split_documents,
+    split_for,
+)
 from normsmith.errors import ConfigError, InputError
 
 
@@ -169,6 +176,58 @@ def test_a_wrong_json_line_is_named(tmp_path, line, message):
 def test_a_python_file_with_an_unknown_encoding_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("# coding: klingon\n")
     assert "unknown encoding: klingon" in refused(tmp_path)
+
+
+def wikitext(folder, ending=".tokens"):
+    for name, words in {"train": 400, "valid": 90, "test": 80}.items():
+        (folder / f"wiki.{name}{ending}").write_text(f"\n = {name} = \n\n" + f"the {name} <unk> , \n" * words)
+    (folder / "SOURCE.txt").write_text("where it comes from")
+    return folder
+
+
+def test_a_folder_with_files_named_after_splits_keeps_them(tmp_path):
+    documents = read(wikitext(tmp_path))
+    assert [(d.name, d.split) for d in documents] == [
+        ("wiki.test.tokens", "test"),
+        ("wiki.valid.tokens", "validation"),
+        ("wiki.train.tokens", "train"),
+    ]
+    settings = DataConfig(source=str(tmp_path), validation_fraction=0.3, test_fraction=0.0)
+    splits = split_for(documents, settings)
+    assert {name: split[0].name for name, split in splits.items()} == {
+        "train": "wiki.train.tokens",
+        "validation": "wiki.valid.tokens",
+        "test": "wiki.test.tokens",
+    }
+    # A limit is one of the training text, so that no split is lost to it.
+    assert [d.name for d in read(tmp_path, max_characters=10)] == [d.name for d in documents]
+
+
+@pytest.mark.parametrize(
+    "names", [("a.train.txt", "b-dev.jsonl"), ("TRAIN.txt", "val.raw"), ("dev.txt", "x_train.txt")]
+)
+def test_the_words_for_splits(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "some"}')
+    assert {d.split for d in read(tmp_path)} == {"train", "validation"}
+
+
+@pytest.mark.parametrize("names", [("train.py", "test.py"), ("train.txt", "more.txt"), ("a/train.txt", "a/test.txt")])
+def test_names_that_put_nothing_into_splits(tmp_path, names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("some")
+    assert [(d.name, d.split) for d in read(tmp_path)] == [(name, "") for name in sorted(names)]
+
+
+def test_own_splits_that_cannot_be_used(tmp_path):
+    wikitext(tmp_path)
+    (tmp_path / "wiki.train.tokens").unlink()
+    documents = read(tmp_path)  # for looking at a model they are text as any other
+    with pytest.raises(InputError, match=r"\(wiki.test.tokens, wiki.valid.tokens\) and none has text for train"):
+        split_for(documents, DataConfig(source=str(tmp_path)))
+    wikitext(tmp_path, ".raw")
+    assert "wiki.test.raw and wiki.test.tokens are two versions of one text" in refused(tmp_path)
 
 
 def test_a_folder_without_text_is_refused(tmp_path):

@@ -74,6 +74,16 @@ def test_the_tokenizer_sees_the_train_split_only(corpus, shared_cache, tmp_path)
     assert not [token for token in other.tokenizer.get_vocab() if "zqx" in token]
 
 
+def test_splits_that_a_folder_brings_are_trained_and_tested_on(tmp_path, shared_cache):
+    for name, count in {"train": 900, "valid": 300, "test": 200}.items():
+        (tmp_path / f"wiki.{name}.raw").write_text("".join(f" word {i} of {name} . \n" for i in range(count)))
+    data, said = messages_of(config(tmp_path))
+    ends = [data.tokenizer.decode(ids) for ids in (data.train, data.validation, data.test)]
+    assert [end.split()[:4] for end in ends] == [["word", "0", "of", name] for name in ("train", "valid", "test")]
+    assert "its files are its splits: train 1" in said
+    assert data.documents == (1, 1)
+
+
 def test_the_standard_library_gives_real_text():
     data = load_text(config("stdlib", max_characters=500_000))
     assert data.characters >= 500_000

@@ -30,14 +30,14 @@ class DataConfig(SourceConfig):
         kind: `text`.
         source: `stdlib` (Python sources of the running interpreter, no download), a text file, a folder, or the name
             of a Hugging Face Hub data set; `hub:NAME` forces the last one, also for a local folder in a form that
-            `datasets` can load.
+            `datasets` can load. A folder with files named after splits (`wiki.train.tokens`, `valid.txt`) keeps them.
         subset: configuration name of a Hub data set.
         split: split of a Hub data set.
         text_column: key of the text in JSON lines and in Hub rows.
         max_documents: stop after this many documents.
         max_characters: stop after the document that reaches this many characters. A Hub data set without either limit
             stops after `sources.HUB_CHARACTERS`, because streaming would not end.
-        validation_fraction: expected share of documents in the validation split.
+        validation_fraction: expected share of documents in the validation split, for a source without its own.
         test_fraction: the same for a third split, taken from the training documents; 0 for none.
         vocab_size: tokens of the byte-level BPE that is trained, 256 bytes and the end-of-text token included.
         tokenizer: folder of a saved transformers tokenizer, used instead of training one; `vocab_size` is then ignored.

@@ -27,7 +27,10 @@ def token_windows(source: str, tokenizer: Any, length: int, limit: int = 8192, b
     Raises:
         InputError: the source cannot be read, or has fewer than two tokens.
     """
-    text = "\n\n".join(d.text for d in read_documents(DataConfig(source=source, max_characters=_CHARACTERS * limit)))
+    documents = read_documents(DataConfig(source=source, max_characters=_CHARACTERS * limit))
+    # Of a source with its own splits the training text, which a model may be fitted to, where there is any.
+    documents = [d for d in documents if d.split == "train"] or documents
+    text = "\n\n".join(d.text for d in documents)
     ids = tokenizer(text[: _CHARACTERS * limit], add_special_tokens=False, verbose=False)["input_ids"][:limit]
     length = min(length, len(ids))
     if length < 2:

@@ -34,23 +34,34 @@ _NOT_LIBRARY = frozenset(
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _PIECE = (2048, 8192)  # characters: fewest before a blank line ends the piece, most in any case
+_SPLIT_FILE = re.compile(r"(?:.*[._-])?(train|valid|validation|val|dev|test)\.(?:txt|jsonl|raw|tokens)", re.IGNORECASE)
+_SPLITS = {"train": "train", "test": "test"}  # every other word means validation
 
 
 class Document(NamedTuple):
-    """One document; `key` decides its split: the path of a file, the text itself of what has no lasting name."""
+    """One document.
+
+    Attributes:
+        name: what it is called in hashes and messages.
+        text: its characters.
+        key: decides its split: the path of a file, the text itself of what has no lasting name.
+        split: the split that its source puts it into, which then decides instead of `key`; empty for none.
+    """
 
     name: str
     text: str
     key: str
+    split: str = ""
 
 
 def read_documents(config: DataConfig) -> list[Document]:
     """Read the documents of `config.source` in a fixed order, without blank ones, up to the configured limits.
 
     A folder gives one document per `.txt`, `.md` or `.py` file and one per line of a `.jsonl` file, by sorted path,
-    hidden files left out. `<|endoftext|>` separates documents in a single file and in the `.txt` files of a folder. A
-    single file without it is cut at blank lines into pieces of at least 2048 characters (at most 8192 where blank
-    lines are rare), so that both splits get some. What cannot be read as text raises `InputError`.
+    hidden files left out. One whose files are named after splits (see `own_splits`) gives those files alone, and the
+    limits then are of its training text. `<|endoftext|>` separates documents in a single file and in the `.txt` files
+    of a folder. A single file without it is cut at blank lines into pieces of at least 2048 characters (at most 8192
+    where blank lines are rare), so that both splits get some. What cannot be read as text raises `InputError`.
     """
     documents = list(_limited(_documents(config), config))
     if not documents:
@@ -88,8 +99,22 @@ def split_documents(
 def split_for(documents: list[Document], config: DataConfig) -> dict[str, list[Document]]:
     """The splits that `config` asks for, by name: `train`, `validation` and, with a `test_fraction`, `test`.
 
-    The validation split is the same with and without a test split, which is the next part of the hash range.
+    The validation split is the same with and without a test split, which is the next part of the hash range. A source
+    that brings its own splits keeps them, whatever the fractions.
+
+    Raises:
+        InputError: a side would be empty, or a source with its own splits has none for training or for validation.
     """
+    if any(document.split for document in documents):
+        found = {name: [d for d in documents if d.split == name] for name in ("train", "validation", "test")}
+        for name, word in (("train", "train"), ("validation", "valid")):
+            if not found[name]:
+                there = ", ".join(dict.fromkeys(d.name.split(":")[0].split("#")[0] for d in documents))
+                raise InputError(
+                    f"{config.source}: its files are named after splits ({there}) and none has text for {name}; add "
+                    f"one called *.{word}.txt, or give a single file as source"
+                )
+        return {name: split for name, split in found.items() if split}
     train, validation = split_documents(documents, config.validation_fraction)
     if not config.test_fraction:
         return {"train": train, "validation": validation}
@@ -113,6 +138,8 @@ def _limited(documents: Iterator[Document], config: DataConfig) -> Iterator[Docu
         if not document.text.strip():
             continue
         yield document
+        if document.split in ("validation", "test"):
+            continue
         count, characters = count + 1, characters + len(document.text)
         if count == config.max_documents or (limit is not None and characters >= limit):
             return
@@ -172,7 +199,35 @@ def _folder(root: Path, column: str) -> Iterator[Document]:
     names = _walk(root, SUFFIXES, lambda name: name.startswith("."))
     if not names:
         raise InputError(f"{root}: has no text files; normsmith reads {', '.join(SUFFIXES)}")
-    return (document for name in names for document in _file(root / name, name, column, cut=False))
+    own = own_splits(root, names)
+    return (
+        document._replace(split=own.get(name, ""))
+        for name in own or names
+        for document in _file(root / name, name, column, cut=False)
+    )
+
+
+def own_splits(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """File → split, for a folder that brings its own: at least two of them, in files named as `wiki.train.tokens`.
+
+    The words are train, valid (validation, val, dev) and test, alone or behind `.`, `-` or `_`, before `.txt`,
+    `.jsonl`, `.raw` or `.tokens`. What is trained on comes last, because limits end the reading. Other folders: {}.
+
+    Raises:
+        InputError: the same text in two versions, as `wiki.test.raw` and `wiki.test.tokens`.
+    """
+    top = (name for name in names if "/" not in name)
+    words = {name: found[1].lower() for name in top if (found := _SPLIT_FILE.fullmatch(name))}
+    own = {name: _SPLITS.get(word, "validation") for name, word in words.items()}
+    if len(set(own.values())) < 2:
+        return {}
+    versions: dict[str, str] = {}
+    for name in own:
+        other = versions.setdefault(Path(name).stem, name)
+        if other != name:
+            raise InputError(f"{root}: {other} and {name} are two versions of one text; keep one, or give it as source")
+    order = ("test", "validation", "train")
+    return dict(sorted(own.items(), key=lambda item: order.index(item[1])))
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skip: Callable[[str], bool]) -> list[str]:

@@ -67,6 +67,10 @@ def load_text(config: DataConfig, progress: Callable[[str], None] | None = None)
     say(f"reading {config.source}")
     documents = sources.read_documents(config)
     splits = sources.split_for(documents, config)
+    own = bool(documents[0].split)
+    if own:
+        sizes = (f"{name} {_characters(split):,} characters" for name, split in splits.items())
+        say(f"its files are its splits: {', '.join(sizes)}")
     data_hash = sources.hash_documents(documents)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
 
@@ -76,7 +80,7 @@ def load_text(config: DataConfig, progress: Callable[[str], None] | None = None)
             say(f"tokenising {name}: {len(split)} documents, {_characters(split):,} characters")
             np.save(folder / f"{name}.npy", encode(made, (document.text for document in split)))
 
-    folder = cached_folder("text", _key(config, data_hash, tokenizer), build, say)
+    folder = cached_folder("text", _key(config, data_hash, tokenizer, own), build, say)
     tokenizer = tokenizer or _saved(folder)
     ids_of = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in splits}
     for name, ids in ids_of.items():
@@ -99,7 +103,7 @@ def load_text(config: DataConfig, progress: Callable[[str], None] | None = None)
 def _silent(_: str) -> None: ...
 
 
-def _key(config: DataConfig, data_hash: str, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, object]:
+def _key(config: DataConfig, data_hash: str, tokenizer: PreTrainedTokenizerFast | None, own: bool) -> dict[str, object]:
     import tokenizers
 
     if tokenizer is None:
@@ -111,6 +115,7 @@ def _key(config: DataConfig, data_hash: str, tokenizer: PreTrainedTokenizerFast 
         "data": data_hash,
         "validation_fraction": config.validation_fraction,
         **({"test_fraction": config.test_fraction} if config.test_fraction else {}),
+        **({"own_splits": True} if own else {}),
         "tokenizer": made,
         "tokenizers": tokenizers.__version__,
     }
