@@ -290,10 +290,14 @@ class TaperController(Controller):
         return {**self.__dict__, "_scales": None, "_mask": None}
 
 
+def watching_controllers(model: nn.Module) -> list[Controller]:
+    """Every controller that watches a module of `model`."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Controller)))
+
+
 def close_controllers(model: nn.Module) -> None:
     """Close every controller that still watches a module of `model`."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
-    for hook in hooks:
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Controller):
-            owner.close()
+    for controller in watching_controllers(model):
+        controller.close()

@@ -59,9 +59,17 @@ def problem(model: nn.Module, reader: Reader, needs_bias: bool) -> str:
     trained = any(p.requires_grad for p in model.parameters())
     if trained and not weight.requires_grad:
         return f"{reader.weight} is frozen while other parameters are trained: unfreeze it, or freeze all to fold"
+    if needs_bias and _is_adapter(model, reader.module):
+        return f"{reader.module} is part of an adapter, and merging that would lose the norm's shift: merge it first"
     if needs_bias and reader.bias is None:
         return f"{reader.module} has no bias that could carry the norm's shift"
     return ""
+
+
+def _is_adapter(model: nn.Module, name: str) -> bool:
+    """Whether the module is one of PEFT's matrices, which stand by adapter in dictionaries of a layer that says so."""
+    layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+    return "." in name and bool(getattr(layer, "adapter_layer_names", ()))
 
 
 def into_reader(model: nn.Module, reader: Reader, form: LinearForm, undo: Undo) -> None:

@@ -46,7 +46,7 @@ def _token_ids(model: nn.Module, example: Any) -> Tensor | None:
 def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int, example: Any = None) -> dict[str, Tensor]:
     """Per output of each layer the largest gradient at the first of `length` tokens; 0 for what rounding leaves.
 
-    Empty for a model that does not take token ids.
+    Empty for a model that does not take token ids, or not them alone.
     """
     ids = _token_ids(model, example)
     if ids is None:
@@ -71,7 +71,10 @@ def _effects(model: nn.Module, linears: Mapping[str, nn.Module], length: int, ex
     try:
         model.eval()
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            outputs = model(input_ids=ids)
+            try:
+                outputs = model(input_ids=ids)
+            except Exception:  # whatever a model raises that needs more than token ids, or more than one of them
+                return {}
             logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
             weights = torch.randn(logits.shape, generator=generator).to(logits)
             total = (logits * weights).sum()

@@ -34,7 +34,8 @@ class CheckpointReport:
     """What `fold_checkpoint` did: sites that lost gain and shift, sites kept with the reason, files and bytes written.
 
     `untied` names the output head that was tied to the embeddings and has its own weight now, `left_out` other files of
-    weights beside those that were folded: they hold the model before, so they are not copied.
+    weights beside those that were folded: they hold the model before, so they are not copied. `unseen` names modules
+    with weights that did not run on the example: should they read a folded norm in another mode, they are not adapted.
     """
 
     absorbed: tuple[str, ...]
@@ -43,6 +44,7 @@ class CheckpointReport:
     files: tuple[str, ...]
     written: int
     left_out: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(name, "gain and shift absorbed, norm kept without them") for name in self.absorbed]
@@ -50,6 +52,10 @@ class CheckpointReport:
         lines = [text_table(("site", "result"), rows)]
         lines += [f"{name} was tied to the embeddings and has its own weights now" for name in self.untied]
         lines += [f"{name} holds the model as it was and is left out" for name in self.left_out]
+        if self.unseen:
+            lines.append(
+                f"did not run on the example, so not adapted if they read a folded norm: {', '.join(self.unseen)}"
+            )
         lines.append(f"{len(self.files)} file(s) of tensors, {self.written / 1e6:,.1f} MB")
         return "\n".join(lines)
 
@@ -102,11 +108,14 @@ def fold_checkpoint(
         raise InputError(
             f"{source}: nothing to fold, " + (f"no gain or shift can be moved:\n{reasons}" if kept else NONE_FOUND)
         )
+    if strict and sites.unseen:
+        raise NotFoldableError(f"{', '.join(sites.unseen)} did not run on the example, so what they read is not known")
     total = sum(e.size for e in (*files.entries.values(), *plan.edits.copies.values()))
     write_folder(output, lambda folder: _write(folder, plan, tick or (lambda done, total: None), total), overwrite)
     names = tuple(shard.path.name for shard in files.shards)
     left_out = _other_weights(files)
-    return CheckpointReport(tuple(plan.absorbed), tuple(kept.items()), tuple(plan.untied), names, total, left_out)
+    absorbed, untied = tuple(plan.absorbed), tuple(plan.untied)
+    return CheckpointReport(absorbed, tuple(kept.items()), untied, names, total, left_out, sites.unseen)
 
 
 # -- the model without values
@@ -342,7 +351,7 @@ def _copy_others(files: Checkpoint, folder: Path) -> None:
                 path, folder / path.name, ignore=lambda _, names: [n for n in names if n.endswith(_WEIGHTS)]
             )
         elif not path.name.endswith(_WEIGHTS):
-            shutil.copy2(path, folder / path.name)
+            shutil.copyfile(path, folder / path.name)  # without the mode: a configuration may be written anew
 
 
 def _other_weights(files: Checkpoint) -> tuple[str, ...]:

@@ -74,6 +74,8 @@ def _save_stock(model: Any, folder: Path, example: Any) -> str:
     error = difference(outputs(model, example), outputs(stock, example))
     if not error <= max(1e-3, 10 * torch.finfo(model.dtype).eps):
         raise VerificationError(f"stock: the outputs would change by {error:.1e} (relative); nothing was written")
+    if getattr(model, "generation_config", None) is not None:
+        stock.generation_config = model.generation_config
     stock.save_pretrained(folder)
     return (
         f"written as {stock.__class__.__name__} with linear norms (eps {_BIG:g}), outputs differ by {error:.1e}; the "
@@ -196,6 +198,9 @@ def _save_onnx(model: nn.Module, folder: Path, example: Any) -> str:
     if not error <= _ONNX_TOLERANCE:
         path.unlink()
         raise VerificationError(f"onnx: onnxruntime's outputs differ by {error:.1e} (relative); nothing was written")
+    for part in ("config", "generation_config"):  # what tools that run the file ask for
+        if hasattr(getattr(model, part, None), "save_pretrained"):
+            getattr(model, part).save_pretrained(folder)
     wider = "" if half is None else f" in float32 (the model is {str(half).removeprefix('torch.')})"
     return f"written as {path.name}{wider}, onnxruntime's outputs differ by {error:.1e}"
 

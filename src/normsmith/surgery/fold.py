@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -174,6 +178,11 @@ def _step(model: nn.Module, site: Site, mode: Mode) -> _Step | str:
         return form
     form = cast("LinearForm", form)
     shifted = form.shift is not None and bool(form.shift.any())
+    if not site.blocked and (lost := _lost_ties(model, site.untie)):
+        return (
+            f"the output head shares its weight with the embeddings, and untying it would also untie {lost[0]}, which "
+            "transformers would then not save"
+        )
     if not site.blocked:
         problems = [problem(model, reader, shifted) for reader in site.consumers]
         return "; ".join(p for p in problems if p) or _Step(site, form, forward=True)
@@ -231,17 +240,64 @@ def _untie(model: nn.Module, plan: list[_Step], undo: Undo) -> dict[str, str]:
     return {name: f"{name}.weight" for name in tied}
 
 
-def _tell_config(model: Any, untied: list[str], undo: Undo) -> None:
+def _tell_config(model: nn.Module, untied: Sequence[str], undo: Undo) -> None:
     """Keep the configuration true: the head is no longer tied to the embeddings."""
-    configs = [c for c in (getattr(model, "config", None),) if c is not None]
-    configs += [text for c in configs if hasattr(c, "get_text_config") and (text := c.get_text_config()) is not c]
-    for config in configs:
-        if getattr(config, "tie_word_embeddings", False):
-            undo.assign(config, "tie_word_embeddings", False)
-    keys = getattr(model, "all_tied_weights_keys", None)
-    if isinstance(keys, dict):
-        left = {k: v for k, v in keys.items() if k.rpartition(".")[0] not in untied}
-        undo.assign(model, "all_tied_weights_keys", left)
+    for holder, heads in _holders(model, untied):
+        for config in _configs(holder):
+            if getattr(config, "tie_word_embeddings", False):
+                undo.assign(config, "tie_word_embeddings", False)
+        keys = getattr(holder, "all_tied_weights_keys", None)
+        if isinstance(keys, dict):
+            undo.assign(holder, "all_tied_weights_keys", _others(keys, heads))
+
+
+def _holders(model: nn.Module, heads: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
+    """The model, and models inside it, that have a configuration and hold some of the heads, by their names in it."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        inside = [name.removeprefix(start) for name in heads if name.startswith(start)]
+        if inside and getattr(module, "config", None) is not None:
+            yield module, inside
+
+
+def _configs(holder: Any) -> list[Any]:
+    config = holder.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [config] if text is config else [config, text]
+
+
+def _others(keys: Mapping[str, str], heads: Sequence[str]) -> dict[str, str]:
+    """Of the ties of a class (name → the one it shares), those that are of none of the heads."""
+    return {name: source for name, source in keys.items() if name.rpartition(".")[0] not in heads}
+
+
+def _lost_ties(model: nn.Module, untie: Sequence[str]) -> list[str]:
+    """Weights that the class would tie no longer where its configuration says that the head is its own.
+
+    One setting is for all of them, so they would be left out of the file as copies and be missing when it is read.
+    """
+    lost: list[str] = []
+    for holder, heads in _holders(model, untie):
+        keys = getattr(holder, "all_tied_weights_keys", None)
+        others = _others(keys, heads) if isinstance(keys, dict) else {}
+        if others and hasattr(type(holder), "_from_config"):
+            still = _tied_by_class(holder)
+            lost += [name for name in others if name not in still]
+    return lost
+
+
+def _tied_by_class(model: Any) -> set[str]:
+    """Names that share a parameter with another in a model of the class whose configuration ties nothing."""
+    config = copy.deepcopy(model.config)
+    fresh: Any = SimpleNamespace(config=config)
+    for each in _configs(fresh):
+        each.tie_word_embeddings = False
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        made = type(model)._from_config(config)
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in made.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return {name for shared in names.values() if len(shared) > 1 for name in shared}
 
 
 def _apply(model: nn.Module, step: _Step, mode: Mode, undo: Undo, untied: dict[str, str]) -> None:

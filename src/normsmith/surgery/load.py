@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,27 @@ def _load(folder: Path, loader: Any, trust_remote_code: bool) -> Any:
         raise InputError(f"{folder}: cannot be loaded ({' '.join(str(error).split())[:300]})") from None
     finally:
         logging.set_verbosity(before)
-    wrong = sorted({*info["missing_keys"], *info["unexpected_keys"], *(entry[0] for entry in info["mismatched_keys"])})
+    heads = [name for name in info["unexpected_keys"] if _is_other_head(model, name)]
+    unexpected = {*info["unexpected_keys"]} - {*heads}
+    wrong = sorted({*info["missing_keys"], *unexpected, *(entry[0] for entry in info["mismatched_keys"])})
     if wrong:
         raise InputError(
             f"{folder}: weights and configuration do not match ({len(wrong)} tensors); first difference: {wrong[0]}"
         )
+    if heads:
+        parts = ", ".join(sorted({name.rpartition(".")[0] for name in heads}))
+        warnings.warn(
+            f"{folder}: {type(model).__name__} has no place for {parts}, which the folder holds too; it is left out",
+            stacklevel=3,
+        )
     return model.eval()
+
+
+def _is_other_head(model: Any, name: str) -> bool:
+    """Whether a tensor is of a part that other classes of the family have, as the pooler of a BERT with its MLM head.
+
+    Not one of a numbered layer or of a module that is here: the configuration may say fewer layers, or no bias.
+    """
+    modules, parts = dict(model.named_modules()), name.split(".")
+    known = max(i for i in range(len(parts)) if ".".join(parts[:i]) in modules)
+    return not any(part.isdigit() for part in parts) and known < len(parts) - 1

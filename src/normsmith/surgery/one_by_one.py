@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normsmith.errors import InputError
 from normsmith.norms import norms
 from normsmith.norms.fakeln import FakeNorm
-from normsmith.schedules.controller import close_controllers
+from normsmith.schedules.controller import watching_controllers
 from normsmith.schedules.one_by_one import OneByOneController
 from normsmith.schedules.sequential import SequentialConfig, Uses
 from normsmith.surgery.attention import query_key_rows
@@ -18,7 +18,7 @@ from normsmith.surgery.find import Site, find_norms
 from normsmith.surgery.native import keep_changes
 from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped
 from normsmith.surgery.split import make_split, split_readers
-from normsmith.surgery.swap import plain_norm
+from normsmith.surgery.swap import forget_swaps, plain_norm
 from normsmith.surgery.taper import choose_sites, find_anchor
 from normsmith.surgery.uses import Reader
 
@@ -68,13 +68,16 @@ def remove_one_by_one_(
     uses, readers, reasons = _uses(model, chosen, example)
     if steps is not None:
         config.plan(steps, uses)
-    with attempted(model, new, example):
-        close_controllers(model)  # of an earlier schedule, which this one replaces
+    earlier = watching_controllers(model)
+    with attempted(model, {name: new[site.name] for site in chosen for name in site.names}, example):
         splits = {name: make_split(model, new[name], found) for name, found in readers.items()}
         controller = OneByOneController(config, new, uses, splits, anchor, _end_tokens(model), steps)
         controller.reasons = reasons
         controller.watch_tokens(model)
+    for each in earlier:
+        each.close()  # its schedule is replaced by this one
     keep_changes(model)
+    forget_swaps(model)
     return controller
 
 

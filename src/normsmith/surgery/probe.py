@@ -107,9 +107,9 @@ def _torch(module: nn.LayerNorm | nn.RMSNorm) -> NormFacts:
     if len(shape) != 1:
         return NormFacts("other", shape)
     eps = module.eps
-    if eps is None:  # nn.RMSNorm's default: that of the dtype it is given
-        weight = module.weight
-        eps = torch.finfo(torch.get_default_dtype() if weight is None else weight.dtype).eps
+    if eps is None:  # nn.RMSNorm's default: that of the dtype it computes in, float32 for narrower ones
+        dtype = torch.get_default_dtype() if module.weight is None else module.weight.dtype
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return NormFacts(
         "layernorm" if isinstance(module, nn.LayerNorm) else "rmsnorm",
         shape,

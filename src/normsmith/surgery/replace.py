@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from normsmith.errors import InputError
@@ -42,6 +42,11 @@ def replace_modules(model: nn.Module, new: Mapping[str, nn.Module | None]) -> No
 
 def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, leaf = name.rpartition(".")
+    if not leaf:
+        raise InputError(
+            f"the model is itself a norm ({type(model).__name__}), which cannot be replaced in place: give the module "
+            "that holds it, for instance nn.Sequential(norm)"
+        )
     module = model.get_submodule(parent)
     module.get_submodule(leaf)
     return module, leaf
@@ -90,8 +95,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return  # then there is no such wrapper, and looking for one goes through all objects of the process
     for whole in (model, *wholes(model)):
-        if isinstance(whole, DistributedDataParallel | FullyShardedDataParallel):
-            kind = type(whole).__name__
+        sharded = any(isinstance(module, FSDPModule) for module in whole.modules())
+        if sharded or isinstance(whole, DistributedDataParallel | FullyShardedDataParallel):
+            kind = "fully_shard" if sharded else type(whole).__name__
             raise InputError(
                 f"the model is inside a {kind}, which would not share the gradients of new parameters between the "
                 f"ranks: change the norms first and wrap the model then (a {kind} of an earlier run must be deleted)"

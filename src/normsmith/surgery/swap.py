@@ -158,7 +158,10 @@ def remember(
 
 
 def forget_swaps(model: nn.Module) -> None:
-    """No swap of this model, or of one that holds it or is part of it, can be taken back any more: it was folded."""
+    """No swap of this model, or of one that holds it or is part of it, can be taken back any more.
+
+    It was folded, or its norms were replaced once more by a schedule, which would be lost with the swap unseen.
+    """
     parts = set(model.modules())
     for owner in list(_history):
         if owner in parts or model in set(owner.modules()):
@@ -181,8 +184,8 @@ def restore_(model: nn.Module) -> RestoreReport:
     records = _history.get(model)
     if not records:
         raise InputError(
-            "nothing to restore: swap_norms_ has not changed this model object, or it was restored already, or folded "
-            "since"
+            "nothing to restore: swap_norms_ has not changed this model object, or it was restored already, or tapered "
+            "or folded since"
         )
     record = records.pop()
     now = {name: model.get_submodule(name) for name in record.modules}
@@ -209,7 +212,8 @@ def _follow(before: _Place, now: _Place, old: nn.Module) -> None:
 def plain_norm(site: Site, nearest: bool = False) -> Norm:
     """The site's norm as one of normsmith's own that computes the same, with the same parameters where they mean it.
 
-    With `nearest`, an eps that is 0 or stands elsewhere than in the root is replaced by that which comes closest.
+    With `nearest`, an eps that is 0 or stands elsewhere than in the root is replaced by that which comes closest, and
+    an RMSNorm that adds a shift hands it on to a norm that has one.
 
     Raises:
         InputError: it is neither a normsmith norm nor a LayerNorm or RMSNorm in the usual form.
@@ -220,6 +224,11 @@ def plain_norm(site: Site, nearest: bool = False) -> Norm:
     usual = facts.plain and bool(facts.eps)
     if len(facts.shape) != 1 or not (usual or (nearest and facts.kind in ("layernorm", "rmsnorm"))):
         raise InputError(f"{site.name}: {type(module).__name__} is not a LayerNorm or RMSNorm in the usual form")
+    if facts.kind == "rmsnorm" and facts.bias and not nearest:
+        raise InputError(
+            f"{site.name}: {type(module).__name__} is an RMSNorm that also adds {facts.bias}, which no norm here does; "
+            "leave it out with where="
+        )
     eps = facts.eps or 0.0
     eps = max(eps if facts.eps_position == "inside" else eps**2, _SMALLEST_EPS)
     affine, bias = facts.weight is not None, facts.bias is not None

@@ -11,13 +11,13 @@ from torch import nn
 from normsmith.errors import InputError
 from normsmith.norms import norms
 from normsmith.norms.tapered import TaperedNorm
-from normsmith.schedules.controller import TaperController, close_controllers
+from normsmith.schedules.controller import TaperController, watching_controllers
 from normsmith.schedules.taper import TaperConfig
 from normsmith.surgery.find import NONE_FOUND, Site, Sites, find_norms
 from normsmith.surgery.native import keep_changes
 from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped
 from normsmith.surgery.select import select_sites
-from normsmith.surgery.swap import plain_norm
+from normsmith.surgery.swap import forget_swaps, plain_norm
 
 _TAPERED = {
     "rmsnorm": "tapered_rmsnorm",
@@ -68,11 +68,14 @@ def taper_(
         new[site.name] = cast("TaperedNorm", cls.from_site(plain_norm(site), site.width))
         carry_hooks(site.module, new[site.name])
     anchor = find_anchor(sites, new, config.scale_loss)
-    with attempted(model, new, example):
-        close_controllers(model)  # of an earlier taper, whose schedule this one replaces
+    earlier = watching_controllers(model)
+    with attempted(model, {name: new[site.name] for site in chosen for name in site.names}, example):
         controller = TaperController(config, new, anchor, steps)
         controller.watch_padding(getattr(model, "_orig_mod", model))
+    for each in earlier:
+        each.close()  # its schedule is replaced by this one
     keep_changes(model)
+    forget_swaps(model)
     return controller
 
 
