@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -16,17 +15,15 @@ from normsmith.errors import InputError
 from normsmith.models import (
     NormsmithForCausalLM,
     NormsmithForImageClassification,
-    NormsmithModel,
     NormsmithVisionConfig,
     preset_config,
 )
 from normsmith.norms import create_norm, norm_config
 from normsmith.norms.autonorm import AutoNorm
 from normsmith.norms.layernorm import LayerNorm
-from normsmith.norms.padding import watch_padding
 from normsmith.ops.gate import gumbel_weights
 from tests.conftest import scramble
-from tests.tiny import apart, example, output, tiny
+from tests.tiny import apart, output, tiny
 
 WIDTH = 12
 
@@ -217,55 +214,6 @@ def test_a_foreign_decoder_with_three_candidates_never_sees_the_future(training:
             found.append(model(tokens).logits)
     assert torch.equal(found[0][:, :6], found[1][:, :6])
     assert not torch.equal(found[0][:, 6:], found[1][:, 6:])
-
-
-def trunk(norm: Any) -> NormsmithModel:
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = NormsmithModel(preset_config("gpt", **sizes, causal=False, norm=norm))
-    scramble(model, 0.7)
-    return model.eval()
-
-
-@pytest.mark.parametrize("kind", ["autonorm", "film", "adaln_self"])
-def test_padding_does_not_change_outputs(kind: str) -> None:
-    model, ids = trunk({"kind": kind, "pool": "sequence"}), torch.randint(40, (2, 5))
-    padded = torch.cat((ids, torch.randint(40, (2, 4))), dim=1)
-    mask = torch.tensor([[1] * 5 + [0] * 4] * 2)
-    with torch.no_grad():
-        alone, beside = model(ids).last_hidden_state, model(padded, attention_mask=mask).last_hidden_state
-        blind = model(padded).last_hidden_state
-    torch.testing.assert_close(beside[:, :5], alone, rtol=1e-4, atol=1e-5)
-    assert apart(blind[:, :5], alone) > 1e-2
-
-
-def test_a_sequence_of_padding_alone_stays_finite() -> None:
-    model, ids = trunk({"kind": "autonorm", "pool": "sequence"}).train(), torch.randint(40, (2, 5))
-    y = model(ids, attention_mask=torch.tensor([[1] * 5, [0] * 5])).last_hidden_state
-    y.square().mean().backward()
-    assert y.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    gate = next(m for m in model.modules() if isinstance(m, AutoNorm))
-    both = gate.entropy_sum.clone()
-    model.zero_grad()
-    for buffer in (gate.weight_sum, gate.entropy_sum, gate.batches):
-        buffer.zero_()
-    model(ids[:1]).last_hidden_state.sum().backward()
-    torch.testing.assert_close(gate.entropy_sum, both)  # the other sample said nothing
-
-
-def test_a_foreign_encoder_tells_its_norms_what_is_padding() -> None:
-    model = tiny("bert")
-    ns.swap_norms_(model, {"kind": "autonorm", "pool": "sequence"}, example=example(model))
-    scramble(model, 0.7)
-    ids, mask = example(model)["input_ids"], torch.ones(2, 12, dtype=torch.long)
-    mask[:, 9:] = 0
-    with torch.no_grad():
-        alone, beside = model(ids[:, :9])[0], model(ids, attention_mask=mask)[0]
-        copied = copy.deepcopy(model)(ids, attention_mask=mask)[0]
-    torch.testing.assert_close(beside[:, :9], alone, rtol=1e-4, atol=1e-5)
-    assert torch.equal(copied, beside)
-    watch_padding(model)
-    assert len(model._forward_pre_hooks) == 1, "asked twice, watched once"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -13,14 +13,19 @@ from normsmith.traits import generates, is_encoder_decoder
 
 
 class PaddingWatch:
-    """A forward pre-hook of a model: hands the model's own `attention_mask` to its norms."""
+    """A forward pre-hook of a model: hands the model's own `attention_mask` to its norms.
 
-    def __init__(self, norms: list[Norm], position: int) -> None:
-        self.norms, self.position = norms, position
+    An `inner` model that gets a mask in another form leaves what the model around it has said.
+    """
+
+    def __init__(self, norms: list[Norm], position: int, inner: bool = False) -> None:
+        self.norms, self.position, self.inner = norms, position, inner
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the arguments of the model's forward."""
         mask = args[self.position] if len(args) > self.position else kwargs.get("attention_mask")
+        if self.inner and mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            return
         for norm in self.norms:
             setattr(norm, "token_mask", mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)  # noqa: B010
 
@@ -29,18 +34,28 @@ def watch_padding(model: nn.Module) -> None:
     """From now on let the norms of `model` leave out the tokens that its (batch, time) `attention_mask` masks.
 
     Nothing happens for a model that takes no such mask, or that has an encoder and a decoder, where it may belong to
-    either. Called again after the norms have changed, it watches for the new ones.
+    either. Called again after the norms have changed, it watches for the new ones. Models of transformers inside it are
+    watched as well: users call them alone, and the mask of an earlier pass must not count then.
     """
+    if is_encoder_decoder(model):
+        return
+    for module in model.modules():
+        if module is model or hasattr(module, "from_pretrained"):
+            _watch(module, inner=module is not model)
+
+
+def _watch(model: nn.Module, inner: bool) -> None:
     names = list(inspect.signature(model.forward).parameters)
     wanting = [m for m in model.modules() if isinstance(m, Norm) and hasattr(m, "token_mask")]
-    if "attention_mask" not in names or is_encoder_decoder(model):
+    if "attention_mask" not in names:
         return
     for hook in model._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
         if isinstance(hook, PaddingWatch):
             hook.norms = wanting
             return
     if wanting:
-        model.register_forward_pre_hook(PaddingWatch(wanting, names.index("attention_mask")), with_kwargs=True)
+        watch = PaddingWatch(wanting, names.index("attention_mask"), inner)
+        model.register_forward_pre_hook(watch, with_kwargs=True)
 
 
 def pools_sequence(config: NormConfig) -> bool:

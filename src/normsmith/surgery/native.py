@@ -33,6 +33,9 @@ Load with {auto}.from_pretrained(folder, trust_remote_code=True).
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 {norms}
 
 from transformers import {config}, {base}
@@ -63,12 +66,18 @@ class {prefix}{base}({base}):
                 setattr(self.get_submodule(name), attribute, value)
 {watch}'''
 
-_WATCH = """        self.register_forward_pre_hook(_see_padding, with_kwargs=True)
+_WATCH = """        for module in self.modules():
+            names = list(inspect.signature(module.forward).parameters) if hasattr(module, "from_pretrained") else []
+            if "attention_mask" in names:
+                see = partial(_see_padding, names.index("attention_mask"), module is not self)
+                module.register_forward_pre_hook(see, with_kwargs=True)
 
 
-def _see_padding(model, args, kwargs):
+def _see_padding(position, inner, model, args, kwargs):
     # Some norms pool over the tokens of a sequence, and must know which of them are padding.
-    mask = args[{position}] if len(args) > {position} else kwargs.get("attention_mask")
+    mask = args[position] if len(args) > position else kwargs.get("attention_mask")
+    if inner and mask is not None and getattr(mask, "ndim", 0) != 2:
+        return  # in another form: what the model around it has said holds
     for module in model.modules():
         if hasattr(module, "token_mask"):
             module.token_mask = mask if getattr(mask, "ndim", 0) == 2 else None
@@ -231,7 +240,7 @@ def _watch_code(base: type, model: Any, specs: list[dict[str, Any]]) -> str:
             f"{pooled} with pool='sequence' must know the padding, and in {base.__name__} an attention mask may belong "
             "to the encoder or to the decoder; use pool='token', or collapse_ it first"
         )
-    return _WATCH.format(position=names.index("attention_mask"))
+    return _WATCH
 
 
 def _rewrite(path: Path, entries: dict[str, Any], without: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from normsmith.norms.layernorm import LayerNorm, LayerNormConfig
 from normsmith.norms.padding import check_pooling, pools_sequence, refuse_pooling, watch_padding
 from normsmith.norms.rmsnorm import RMSNorm, RMSNormConfig
 from normsmith.registry import parse_spec
-from normsmith.surgery.example import make_example, run_example
+from normsmith.surgery.causal import hides_later_tokens
+from normsmith.surgery.example import run_example
 from normsmith.surgery.find import Site, find_norms
 from normsmith.surgery.native import keep_changes
 from normsmith.surgery.replace import attempted, carry_hooks, refuse_wrapped, replace_modules
@@ -110,7 +110,7 @@ def swap_norms_(
     given = set(norm) if isinstance(norm, dict) else target.model_fields_set if isinstance(norm, NormConfig) else set()
     refuse_wrapped(model)
     sites = find_norms(model, example)
-    if pools_sequence(target) and _hides_later_tokens(model, sites):
+    if pools_sequence(target) and hides_later_tokens(model, lambda e: _inputs(model, sites, e), example):
         refuse_pooling(target, type(model).__name__)
     chosen = select_sites(sites, where)
     seen, unusual = _record_inputs(model, chosen, example)
@@ -325,23 +325,8 @@ def _record_inputs(
     return seen, unusual
 
 
-def _hides_later_tokens(model: nn.Module, sites: Sequence[Site]) -> bool:
-    """Whether no norm of a model of token ids gets another input for a token when later tokens change.
-
-    A trunk or a classifier on a decoder does not say that it is causal, as a model that generates text does.
-    """
-    if "input_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    try:
-        pair = make_example(model)
-    except InputError:  # nothing says what it takes
-        return False
-    inputs, half = {name: value[:1] for name, value in pair.items()}, pair["input_ids"].shape[1] // 2
-    changed = torch.cat((inputs["input_ids"][:, :half], pair["input_ids"][1:, half:]), dim=1)
-    first, second = (_record_inputs(model, sites, new)[0] for new in (inputs, {**inputs, "input_ids": changed}))
-    tokens = [(first[name][0], second[name][0]) for name in first.keys() & second.keys()]
-    tokens = [(x, y) for x, y in tokens if x.shape == y.shape == (1, changed.shape[1], x.shape[-1])]
-    return bool(tokens) and all(torch.equal(x[:, :half], y[:, :half]) for x, y in tokens)
+def _inputs(model: nn.Module, sites: Sequence[Site], example: Any) -> dict[str, Tensor]:
+    return {name: x for name, (x, _) in _record_inputs(model, sites, example)[0].items()}
 
 
 def _unusual_call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str:
