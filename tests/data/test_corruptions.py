@@ -132,6 +132,7 @@ def test_the_official_files_are_read_by_severity(tmp_path: Path) -> None:
     [
         (np.zeros((1, 8, 8, 3), np.uint8), "fogg", 1, "unknown corruption 'fogg'; did you mean 'fog'"),
         (np.zeros((1, 8, 8, 3), np.uint8), "fog", 6, "severity=6: is a whole number from 1 to 5"),
+        (np.zeros((1, 8, 8, 3), np.uint8), "fog", True, "severity=True: is a whole number from 1 to 5"),
         (np.zeros((1, 8, 8, 3)), "fog", 1, "images of float64"),
         (np.zeros((1, 3, 8, 8), np.uint8), "fog", 1, r"shape \(1, 3, 8, 8\)"),
     ],
@@ -139,3 +140,8 @@ def test_the_official_files_are_read_by_severity(tmp_path: Path) -> None:
 def test_what_cannot_be_corrupted(images: Any, name: str, severity: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         C.corrupt(images, name, severity)
+
+
+def test_a_seed_is_not_negative() -> None:
+    with pytest.raises(InputError, match="seed=-1: is a whole number from 0 on"):
+        C.corrupt(np.zeros((1, 8, 8, 3), np.uint8), "fog", 1, seed=-1)

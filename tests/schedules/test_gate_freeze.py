@@ -281,6 +281,7 @@ def test_a_model_that_was_frozen_before_stays_so_and_resumes_with_its_optimizer(
     kept = {name: p.clone() for name, p in selectors(again).items()}
     controller = ns.freeze_gates_(again, {"rule": "never"}, steps=4)
     assert all(p.requires_grad for p in selectors(again).values()), "until the optimiser is made and restored"
+    assert controller.stops_parameters, "which DistributedDataParallel must know"
     train(again, controller, torch.optim.SGD(again.parameters(), lr=0.1), batches(3))
     assert all(torch.equal(p, kept[name]) for name, p in selectors(again).items())
     assert not any(p.requires_grad for p in selectors(again).values())

@@ -75,6 +75,8 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     assert result.markdown().count("\n") == 5
     picture = draw_robustness({"a": result, "b": result}, tmp_path / "robustness.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(InputError, match=r"a and b were measured on different corruptions \(gaussian_noise"):
+        draw_robustness({"a": result, "b": measure_robustness(model, images, labels, ["brightness"])}, picture)
 
 
 def test_a_continued_run_is_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -35,12 +35,11 @@ def corrupt(images: Images, name: str, severity: int, seed: int = 0) -> Images:
         seed: of what is random in it.
 
     Raises:
-        InputError: another shape or type of images, an unknown name or severity.
+        InputError: another shape or type of images, an unknown name or severity, a negative seed.
     """
-    if name not in CORRUPTIONS:
-        raise UnknownNameError("corruption", name, CORRUPTIONS)
-    if severity not in SEVERITIES or not isinstance(severity, int | np.integer):
-        raise InputError(f"severity={severity!r}: is a whole number from 1 to 5")
+    _check(name, severity)
+    if seed < 0:
+        raise InputError(f"seed={seed}: is a whole number from 0 on")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3) or min(images.shape[1:3]) < 4:
         raise InputError(
             f"images of {images.dtype} and shape {images.shape} cannot be corrupted; expected uint8 "
@@ -200,10 +199,7 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
     Raises:
         InputError: an unknown name or severity, or a file that is missing or of another size.
     """
-    if name not in CORRUPTIONS:
-        raise UnknownNameError("corruption", name, CORRUPTIONS)
-    if severity not in SEVERITIES or not isinstance(severity, int | np.integer):
-        raise InputError(f"severity={severity!r}: is a whole number from 1 to 5")
+    _check(name, severity)
     arrays: list[npt.NDArray[Any]] = []
     for path in (Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"):
         try:
@@ -221,6 +217,14 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
         )
     part = slice((severity - 1) * each, severity * each)
     return np.array(images[part]), labels[part]
+
+
+def _check(name: str, severity: int) -> None:
+    if name not in CORRUPTIONS:
+        raise UnknownNameError("corruption", name, CORRUPTIONS)
+    whole = isinstance(severity, int | np.integer) and not isinstance(severity, bool)
+    if not whole or severity not in SEVERITIES:
+        raise InputError(f"severity={severity!r}: is a whole number from 1 to 5")
 
 
 def _side(x: Floats) -> float:

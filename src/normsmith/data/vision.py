@@ -59,6 +59,16 @@ class ImagesConfig(SourceConfig):
         return Facts(labels=tuple(str(n) for n in range(10)), image_size=size, channels=channels)
 
 
+def _moments(images: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.float64]]:
+    """Mean and deviation per channel of pixels in [0, 1], counted, so that no copy of all images as floats is made."""
+    levels = np.arange(256) / 255
+    channels = range(images.shape[-1])
+    counts = np.stack([sum(np.bincount(i[..., c].ravel(), minlength=256) for i in images) for c in channels])
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean = shares @ levels
+    return {"mean": mean, "scale": np.sqrt((shares * (levels - mean[:, None]) ** 2).sum(axis=1))}
+
+
 def load_images(config: ImagesConfig) -> TaskData:
     """Read images and labels, split them, and describe what a model must know.
 
@@ -82,7 +92,6 @@ def load_images(config: ImagesConfig) -> TaskData:
         )
     examples = {name: _examples(pairs) for name, pairs in splits.items()}
     train = cast("npt.NDArray[np.uint8]", examples["train"].columns["image"])
-    pixels = train.astype(np.float64) / 255
     height, width, channels = expected
     augmentation = Augmentation(config.crop, config.flip, config.mixup, config.cutmix, config.mix_probability, names)
     return TaskData(
@@ -93,7 +102,7 @@ def load_images(config: ImagesConfig) -> TaskData:
         data_hash=hash_parts(*(bytes(part) for name in examples for part in _parts(examples[name]))),
         source=config.source,
         notes=(f"{count:,} images in {len(names)} classes", *notes),
-        moments={"mean": pixels.mean((0, 1, 2)), "scale": pixels.std((0, 1, 2))},
+        moments=_moments(train),
         change=augmentation if augmentation.active else None,
     )
 

@@ -96,12 +96,23 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def draw_robustness(results: dict[str, Robustness], path: str | Path) -> Path:
-    """Bars of the mean accuracy per corruption, one colour per model; return the path of the picture."""
+    """Bars of the mean accuracy per corruption, one colour per model; return the path of the picture.
+
+    Raises:
+        InputError: no results, or models that were measured on different corruptions.
+    """
     from matplotlib.figure import Figure
 
     if not results:
         raise InputError("no results to draw; give at least one model's")
-    names = sorted(next(iter(results.values())).accuracy)
+    first, *others = results
+    names = sorted(results[first].accuracy)
+    for other in others:
+        if differing := sorted(results[first].accuracy.keys() ^ results[other].accuracy.keys()):
+            raise InputError(
+                f"{first} and {other} were measured on different corruptions ({differing[0]} of one only); measure all "
+                "with the same names"
+            )
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = cast("Any", figure.add_subplot())
     width = 0.8 / len(results)

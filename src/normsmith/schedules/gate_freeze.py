@@ -53,7 +53,7 @@ class GateFreezeConfig(ScheduleConfig):
         if freeze > steps:
             raise InputError(
                 f"freeze_step={freeze} lies beyond the run of {steps} steps, so the gates would never be frozen; "
-                "lower it, train longer, or write rule='never'"
+                "lower it, or train longer"
             )
         if freeze <= first:
             raise InputError(

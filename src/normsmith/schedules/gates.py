@@ -45,7 +45,8 @@ class GateController(Controller):
     def __init__(self, config: GateFreezeConfig, sites: Mapping[str, AutoNorm], steps: int | None = None) -> None:
         super().__init__(steps)
         self.config, self.sites = config, dict(sites)
-        self.stops_parameters = config.rule != "never"
+        frozen = any(bool(norm.frozen > 0) for norm in sites.values())  # of a run before
+        self.stops_parameters = frozen or config.rule != "never"
         if steps is not None:
             config.span(steps)
         self.thresholds = [config.threshold(len(norm.candidates)) for norm in self.sites.values()]
