@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,20 @@ def test_gradients_reach_every_parameter() -> None:
         missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
         # A softmax is blind to a shift of all its keys, so k's bias has none.
         assert [name for name in missing if not name.endswith("k_proj.bias")] == []
+
+
+@pytest.mark.parametrize("make", [vision, sentences, tagging, table])
+def test_a_head_may_be_of_any_length_where_all_other_matrices_are_of_one(make: Callable[..., Any]) -> None:
+    """The stream of nGPT has length 1, so that unit rows could say no more than ±1: no class would ever be sure."""
+    model = make(connection="ngpt")
+    head = next(m for name, m in model.named_modules() if name in ("classifier", "regressor"))
+    with torch.no_grad():
+        head.weight.mul_(50)
+    before = head.weight.detach().clone()
+    model.normalize_weights_()
+    assert torch.equal(head.weight, before)
+    assert all(
+        torch.allclose(m.weight.norm(dim=0 if m.role in ("o", "down") else 1), torch.ones(()), atol=1e-5)
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m is not head
+    )

@@ -73,7 +73,7 @@ def eager_attention(
 
 
 def projection(role: str, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A linear layer with an attribute `role` (q, k, v, o, gate, up, down), which decides how it starts."""
+    """A linear layer with an attribute `role` (q, k, v, o, gate, up, down, head), which decides how it starts."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     setattr(linear, "role", role)  # noqa: B010 (untyped on purpose: it is a plain linear layer for everybody else)
     return linear

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from normsmith.errors import InputError
 from normsmith.models.branch import Fresh
 from normsmith.models.config import NormsmithConfig
-from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel
+from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel, task_head
 from normsmith.norms.base import Stateful
 
 
@@ -161,7 +161,7 @@ class NormsmithForImageClassification(NormsmithPreTrainedModel):
         )
         self.class_token = ClassToken(config.hidden_size)
         self.model = NormsmithModel(config)
-        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or {}))
+        self.classifier = task_head(config.hidden_size, len(config.id2label or {}))
         self.post_init()
 
     @can_return_tuple
@@ -203,7 +203,7 @@ class NormsmithForSequenceClassification(NormsmithPreTrainedModel):
     def __init__(self, config: NormsmithConfig) -> None:
         super().__init__(config)
         self.model = NormsmithModel(config)
-        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or {}))
+        self.classifier = task_head(config.hidden_size, len(config.id2label or {}))
         self.post_init()
 
     @can_return_tuple

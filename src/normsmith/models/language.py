@@ -21,7 +21,7 @@ from normsmith.connections import Connection, connections, make_norm
 from normsmith.connections.ngpt import Scale
 from normsmith.connections.sphere import SphereEntry
 from normsmith.errors import InputError
-from normsmith.models.blocks import Attention, Block, Rotary
+from normsmith.models.blocks import Attention, Block, Rotary, projection
 from normsmith.models.branch import Fresh
 from normsmith.models.config import NormsmithConfig, initial_deviations
 from normsmith.models.describe import describe
@@ -78,22 +78,25 @@ class NormsmithPreTrainedModel(PreTrainedModel):
         elif fresh := _fresh(module):
             for name, tensor in [*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)]:
                 init.copy_(getattr(module, name), tensor)
-        if isinstance(module, nn.Linear | nn.Embedding) and self._family.unit_weights:
+        if _has_unit_length(module) and self._family.unit_weights:
             init.copy_(module.weight, self._unit_weight(module))
 
     @torch.no_grad()
     def normalize_weights_(self) -> None:
         """Give all matrices and embeddings unit length along the stream's axis, if the connection asks so. In place.
 
+        All but the head of a task: the stream has length 1, so its outputs could not leave [−1, 1], and only the head
+        of a language model has a scale of its own.
+
         Call it after each optimiser step of an `ngpt` model; for all other families it does nothing. Models are made
         with such weights, and `normsmith.Trainer` and `NormsmithCallback` call it by themselves.
         """
         if self._family.unit_weights:
             for module in self.modules():
-                if isinstance(module, nn.Linear | nn.Embedding):
+                if _has_unit_length(module):
                     module.weight.copy_(self._unit_weight(module))
 
-    def _unit_weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
+    def _unit_weight(self, module: Any) -> Tensor:
         # W is (out, in): o and down write the stream with their outputs, everything else reads it with its inputs.
         axis = 0 if getattr(module, "role", "") in ("o", "down") else 1
         wide = widen(module.weight)
@@ -103,6 +106,15 @@ class NormsmithPreTrainedModel(PreTrainedModel):
         """As in transformers; the configuration is first made to say what norms the model has now."""
         describe(self)
         super().save_pretrained(*args, **kwargs)
+
+
+def task_head(width: int, outputs: int) -> nn.Linear:
+    """A linear layer from the stream to what a task asks for; its rows may have any length in every model."""
+    return projection("head", width, outputs, bias=True)
+
+
+def _has_unit_length(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) and getattr(module, "role", "") != "head"
 
 
 def _fresh(module: nn.Module) -> nn.Module | None:

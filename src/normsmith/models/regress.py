@@ -16,7 +16,7 @@ from normsmith.errors import InputError
 from normsmith.models.branch import Fresh
 from normsmith.models.classify import ClassToken, Standardise, pool
 from normsmith.models.config import NormsmithConfig
-from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel
+from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel, task_head
 
 
 @strict
@@ -88,7 +88,7 @@ class NormsmithForTableRegression(NormsmithPreTrainedModel):
         self.tokens = FeatureTokens(config.num_features, config.hidden_size)
         self.class_token = ClassToken(config.hidden_size)
         self.model = NormsmithModel(config)
-        self.regressor = nn.Linear(config.hidden_size, config.num_targets)
+        self.regressor = task_head(config.hidden_size, config.num_targets)
         self.post_init()
 
     @can_return_tuple

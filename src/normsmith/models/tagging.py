@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from normsmith.models.classify import refuse_blank
 from normsmith.models.config import NormsmithConfig
-from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel
+from normsmith.models.language import NormsmithModel, NormsmithPreTrainedModel, task_head
 
 
 class NormsmithForTokenClassification(NormsmithPreTrainedModel):
@@ -20,7 +20,7 @@ class NormsmithForTokenClassification(NormsmithPreTrainedModel):
     def __init__(self, config: NormsmithConfig) -> None:
         super().__init__(config)
         self.model = NormsmithModel(config)
-        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or {}))
+        self.classifier = task_head(config.hidden_size, len(config.id2label or {}))
         self.post_init()
 
     @can_return_tuple
