@@ -11,7 +11,7 @@ import normsmith
 
 SOURCE = Path(normsmith.__file__).parent
 LAYERS = [
-    {"errors", "config", "registry", "ops", "folders", "ranks"},
+    {"errors", "config", "registry", "ops", "folders", "ranks", "traits"},
     {"norms"},
     {"connections"},
     {"schedules", "surgery"},

@@ -109,3 +109,13 @@ def test_a_failing_forward_pass_leaves_nothing_behind() -> None:
     handle.remove()
     assert all(m.training for m in model.modules())
     assert not any("merge" in vars(m) for m in model.modules())
+
+
+def test_it_is_that_of_the_tokens_and_not_of_their_padding() -> None:
+    model, mask = small().eval(), torch.tensor([[1] * 5 + [0] * 7] * 3)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 100.0  # a loud token to pad with
+    ids = IDS.clamp_min(1)
+    padded, expected = torch.where(mask != 0, ids, 0), stream_scale(model, input_ids=ids[:, :5])
+    assert stream_scale(model, input_ids=padded, attention_mask=mask) == pytest.approx(expected, rel=1e-4)
+    assert stream_scale(model, input_ids=padded)[0] > 10 * expected[0]

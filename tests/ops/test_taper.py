@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from normsmith.norms import create_norm
 from normsmith.norms.tapered import TaperedNorm
+from normsmith.ops.taper import token_mean
 from tests.conftest import scramble
 
 D = 24
@@ -69,3 +72,10 @@ def test_statistics_are_collected_only_in_training_with_gradients() -> None:
     tapered(x)
     tapered(x)
     assert tapered.batches == 2
+
+
+def test_what_padding_holds_need_not_be_finite() -> None:
+    values, mask = torch.tensor([[1.0, 3.0, math.nan], [5.0, math.inf, 0.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]])
+    assert token_mean(values, mask) == 9 / 4
+    assert token_mean(values.flatten(), mask) == 9 / 4
+    assert token_mean(values, torch.zeros(2, 3)) == 0

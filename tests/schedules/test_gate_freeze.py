@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import normsmith as ns
 from normsmith.diagnostics import gate_report
-from normsmith.errors import InputError
+from normsmith.errors import DivergedError, InputError
 from normsmith.models import NormsmithForCausalLM, preset_config
 from normsmith.norms.autonorm import AutoNorm
 from normsmith.schedules import GateController, GateFreezeConfig, schedules
@@ -325,7 +325,18 @@ def test_what_cannot_be_frozen_says_why() -> None:
     with pytest.raises(InputError, match="does not know how long the run is"):
         ns.freeze_gates_(model()).step()
     controller = ns.freeze_gates_(model(), steps=10)
-    with pytest.raises(InputError, match="no usable entropy by step 1"):
+    with pytest.raises(InputError, match="no entropy was measured by step 1"):
+        controller.step()
+
+
+def test_gates_of_a_run_that_diverged_say_so() -> None:
+    """The step's end comes before the log, where the Trainer would see it: not a mistake of the user's."""
+    made = model()
+    controller = ns.freeze_gates_(made, steps=10)
+    with torch.no_grad():
+        made.get_parameter("model.embed_tokens.weight").fill_(math.nan)
+    made.train()(input_ids=batches(1)[0])
+    with pytest.raises(DivergedError, match=r"the entropy of model\..* is not finite by step 1"):
         controller.step()
 
 

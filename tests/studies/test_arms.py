@@ -135,3 +135,8 @@ def test_a_sweep_must_be_free_of_what_arms_name_and_brings_a_test_split(base: Re
         plan_study(base, ["rmsnorm", "layernorm"], [0], {"training.learning_rate": ("many",)})
     assert plan_study(base, ["rmsnorm", "layernorm"], [0], {}) == base
     assert plan_study(base, ["rmsnorm", "layernorm"], [0], sweep).data.test_fraction == 0.2
+    evaluated = base.changed(training={**base.training.to_dict(), "evaluate_every": 2})
+    best = evaluated.changed(training={**evaluated.training.to_dict(), "keep": "best"})
+    assert plan_study(best, ["rmsnorm", "layernorm"], [0], {}).data.test_fraction == 0.2
+    one = plan_study(evaluated, ["rmsnorm", "layernorm+set:training.keep=best"], [0], {})
+    assert one.data.test_fraction == 0.2, "else its minimum over the run would stand beside the other's last value"

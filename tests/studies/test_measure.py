@@ -17,9 +17,11 @@ from normsmith.report.account import read_account
 from normsmith.report.stability import stability
 from normsmith.report.study_page import write_study_report
 from normsmith.report.study_pictures import forest
+from normsmith.studies.cells import record_failure
 from normsmith.studies.comparison import Comparison, read_comparison
 from normsmith.studies.library import find_recipe
-from normsmith.studies.study import Cell
+from normsmith.studies.statistics import needed_pairs
+from normsmith.studies.study import Cell, load_study
 from normsmith.studies.tables import comma_separated, markdown
 from normsmith.studies.tasks import TASKS, check_metric
 from tests.report.synthetic import make
@@ -203,3 +205,29 @@ def test_a_folder_of_a_recipes_name_is_no_recipe(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     Path("digits-vit").mkdir()
     assert find_recipe("digits-vit").data.kind == "images"
+
+
+def test_runs_that_failed_take_what_the_others_would_win(images: Path) -> None:
+    study = load_study(images)
+    for cell in study.cells:
+        if (cell.arm, cell.seed) in (("layernorm", SEEDS[-1]), ("rmsnorm", SEEDS[0])):
+            (cell.folder / "result.json").unlink()
+            record_failure(cell, "failed", "MemoryError: no memory")
+    found = read_comparison(images, difference=0.002)
+    better, worse = (row.verdict.text for row in found.arms[1:] if row.verdict is not None)
+    assert outcomes(found) == ["unknown", "unknown"]
+    assert better.startswith("no verdict: 1 of its 4 runs failed; the others: better by")
+    assert worse.startswith("no verdict: 1 of the reference's 4 runs failed; the others: worse by")
+    # The mean is over three seeds and the difference over two or three pairs: that is said where they are not equal.
+    text = markdown(found)
+    assert "(2 pairs)" in text
+    assert "(3 pairs)" in text
+    for pairs, smallest in ((2, "0.5"), (3, "0.25")):
+        assert f"with {pairs} pairs its p cannot fall below {smallest} and can never reach 0.05" in text
+
+
+def test_the_seeds_needed_are_those_of_the_corrected_test(images: Path) -> None:
+    row = read_comparison(images, difference=0.002).arms[1]
+    assert row.paired is not None
+    assert row.paired.deviation is not None
+    assert row.needed_seeds == needed_pairs(0.002, row.paired.deviation, alpha=0.025)  # two arms are tested

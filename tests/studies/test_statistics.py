@@ -94,6 +94,11 @@ def test_wilcoxon_with_zeros_and_ties_by_hand() -> None:
     assert wilcoxon([0.0, 0.0]) == 1.0
 
 
+def test_wilcoxon_ties_what_rounding_alone_tells_apart() -> None:
+    accuracies = ((0.9, 0.8), (0.7, 0.8), (0.4, 0.3), (0.6, 0.5), (0.2, 0.1), (0.3, 0.3 + 1e-17))
+    assert wilcoxon([a - b for a, b in accuracies]) == wilcoxon([1.0, -1.0, 1.0, 1.0, 1.0]) == 0.375
+
+
 def test_the_bootstrap_is_that_of_scipy_on_the_same_draws() -> None:
     theirs = stats.bootstrap(
         (np.array(FIVE),), np.mean, n_resamples=BOOTSTRAP, method="percentile", rng=np.random.default_rng(0)
@@ -202,7 +207,7 @@ def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
     assert any(np.ptp(pair) > 0 for pair in accuracies)
     for differences in (*accuracies, [0.1, 0.1, 0.1], [247.1 + 5e4 - 5e4, 247.1]):
         found = compare_paired(differences)
-        assert (found.deviation, found.effect) == (0, None)
+        assert (found.deviation, found.effect, found.p_t, found.low) == (0, None, None, None)
         assert judged(differences) == ("unknown", "no verdict: the difference does not depend on the seed")
     assert compare_paired([0.1, 0.1 + 1e-7]).deviation == pytest.approx(1e-7 / math.sqrt(2))
 

@@ -27,13 +27,16 @@ def stream_scale(model: nn.Module, **inputs: Any) -> list[float]:
 
     Args:
         model: a model whose sublayers are joined by `normsmith.connections`.
-        inputs: arguments of one forward pass.
+        inputs: arguments of one forward pass; tokens that its (batch, time) `attention_mask` masks do not count.
     """
+    mask = inputs.get("attention_mask")
     scales: list[Tensor] = []
     connections = [m for m in model.modules() if isinstance(m, Connection)]
     restore: list[tuple[Connection, Any]] = []
 
     def rms(h: Tensor) -> Tensor:
+        if isinstance(mask, Tensor) and mask.shape == h.shape[:2]:
+            h = h[mask.to(h.device) != 0]
         return h.float().square().mean().sqrt()
 
     def watched(connection: Connection) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class NormsmithPreTrainedModel(PreTrainedModel):
                 if _has_unit_length(module):
                     module.weight.copy_(self._unit_weight(module))
 
-    def _unit_weight(self, module: Any) -> Tensor:
+    def _unit_weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
         # W is (out, in): o and down write the stream with their outputs, everything else reads it with its inputs.
         axis = 0 if getattr(module, "role", "") in ("o", "down") else 1
         wide = widen(module.weight)
@@ -113,7 +113,7 @@ def task_head(width: int, outputs: int) -> nn.Linear:
     return projection("head", width, outputs, bias=True)
 
 
-def _has_unit_length(module: nn.Module) -> bool:
+def _has_unit_length(module: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     return isinstance(module, nn.Linear | nn.Embedding) and getattr(module, "role", "") != "head"
 
 

@@ -79,8 +79,9 @@ def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     flattened = mask is not None and values.ndim == 1 and mask.numel() == values.numel()  # as OPT does before its MLPs
     if mask is None or not (flattened or mask.shape == values.shape):
         return values.mean()
-    real = (mask != 0).reshape(values.shape).to(values)
-    return (values * real).sum() / real.sum().clamp_min(1)
+    real = (mask != 0).reshape(values.shape)
+    # Not a product: what padding holds need not be finite.
+    return torch.where(real, values, torch.zeros_like(values)).sum() / real.sum().clamp_min(1)
 
 
 def taper_reference(x: Tensor, state: TaperState) -> Tensor:

@@ -19,6 +19,7 @@ from normsmith.report.stability import stability
 
 LOSS, VALIDATION = ("loss", ""), ("eval_loss", "")
 _LABEL = 44
+_BOOTSTRAP_PAIRS = 8
 _MANY = 400  # a forest with more arms would be a page on its own
 
 
@@ -30,7 +31,7 @@ def study_pictures(account: Account) -> tuple[list[Picture], list[Picture]]:
 
 
 def forest(account: Account) -> Picture | None:
-    """Differences to the reference with their t and bootstrap intervals."""
+    """Differences to the reference with their t intervals, and bootstrap intervals where there are enough pairs."""
     rows = [row for row in account.rows if row.paired is not None and row.paired.mean is not None][:_MANY]
     if not rows:
         return None
@@ -42,7 +43,7 @@ def forest(account: Account) -> Picture | None:
             found, color = row.paired, theme.color(account.strokes[row.arm])
             assert found is not None
             assert found.mean is not None
-            if found.bootstrap_low is not None and found.bootstrap_high is not None:
+            if _many_pairs(found) and found.bootstrap_low is not None and found.bootstrap_high is not None:
                 axes.plot([found.bootstrap_low, found.bootstrap_high], [y, y], color=color, lw=6, alpha=0.35)
             if found.low is not None and found.high is not None:
                 axes.errorbar(
@@ -71,12 +72,18 @@ def forest(account: Account) -> Picture | None:
 
     told = "; ".join(f"{row.arm}: {_difference(row.paired, account.comparison.decimals)}" for row in rows)
     finding = f"{said_of(rows)}."
+    resampled = "thick line: 95 % bootstrap interval; " if any(_many_pairs(row.paired) for row in rows) else ""
     note = (
-        "Whiskers: 95 % t interval; thick line: 95 % bootstrap interval; filled: better or worse after Holm's "
-        "correction; hollow: no such verdict."
+        f"Whiskers: 95 % t interval; {resampled}filled: better or worse after Holm's correction; hollow: no such "
+        "verdict."
     )
     alt = f"Differences in {metric} to {reference}, paired by seed, with 95 % t intervals. {told}."
     return picture_of("forest", ("Differences to the reference", finding, note, alt), draw, 0, len(rows))
+
+
+def _many_pairs(found: Any) -> bool:
+    """Whether a percentile bootstrap interval of the mean means what it says: of three pairs it holds 75 %, not 95."""
+    return found.pairs >= _BOOTSTRAP_PAIRS
 
 
 def _difference(found: Any, decimals: int) -> str:

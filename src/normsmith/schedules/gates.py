@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from normsmith.errors import InputError
+from normsmith.errors import DivergedError, InputError
 from normsmith.norms.autonorm import AutoNorm
 from normsmith.schedules.controller import Controller
 from normsmith.schedules.gate_freeze import GateFreezeConfig
@@ -45,7 +45,8 @@ class GateController(Controller):
     def __init__(self, config: GateFreezeConfig, sites: Mapping[str, AutoNorm], steps: int | None = None) -> None:
         super().__init__(steps)
         self.config, self.sites = config, dict(sites)
-        frozen = any(bool(norm.frozen > 0) for norm in sites.values())  # of a run before
+        # Of a run before; a model without values, which is built to look at, was never in one.
+        frozen = any(not norm.frozen.is_meta and bool(norm.frozen > 0) for norm in sites.values())
         self.stops_parameters = frozen or config.rule != "never"
         if steps is not None:
             config.span(steps)
@@ -109,10 +110,16 @@ class GateController(Controller):
         entropies: list[float] = values[:, -1].tolist()
         by_entropy, always = self.config.rule in ("not_below", "below"), self.config.rule == "always"
         asked = by_entropy or (always and self.config.mode == "static")
-        if asked and (float(self.samples) == 0 or not all(math.isfinite(h) for h in entropies)):
+        if asked and float(self.samples) == 0:
             raise InputError(
-                f"no usable entropy by step {self.completed}, so whether to freeze cannot be decided; run the forward "
-                "passes in training mode, and check that the loss is finite"
+                f"no entropy was measured by step {self.completed}, so whether to freeze cannot be decided; run the "
+                "forward passes in training mode"
+            )
+        lost = [name for name, entropy in zip(self.sites, entropies, strict=True) if not math.isfinite(entropy)]
+        if asked and lost:
+            raise DivergedError(
+                f"the entropy of {lost[0]} is not finite by step {self.completed}, so a forward pass before was not: "
+                "lower the learning rate or lengthen the warm-up"
             )
         self.decided = dict(zip(self.sites, entropies, strict=True))
         thresholds = self.thresholds

@@ -15,7 +15,7 @@ from normsmith.errors import InputError
 from normsmith.studies.cells import Better, Outcome, read_cell
 from normsmith.studies.checked import KnownStudy, open_study
 from normsmith.studies.measure import Measure, measure_of, without_others
-from normsmith.studies.statistics import Paired, Verdict, compare_paired, holm, needed_pairs, t_interval, verdict
+from normsmith.studies.statistics import ALPHA, Paired, Verdict, compare_paired, holm, needed_pairs, t_interval, verdict
 
 
 class RunRow(Config):
@@ -46,7 +46,8 @@ class ArmRow(Config):
         paired: differences to the reference, seed by seed; None for the reference itself.
         p_holm: p of the paired t test, corrected over the arms.
         verdict: in words; None for the reference.
-        needed_seeds: seeds with which the stated difference would be seen with a chance of 0.8.
+        needed_seeds: seeds with which the stated difference would be seen with a chance of 0.8 by the test at the
+            strictest step of Holm's correction, 0.05 divided by the number of arms that are tested.
         parameters: of the model.
         seconds: median training time of the runs that were not interrupted.
     """
@@ -224,7 +225,7 @@ def _rows(
             states = counts, Counter(o.state for o in shown[reference])
             row["verdict"] = _judge(verdict(paired[arm], corrected.get(arm), better=measure.better), *states)
             if deviation := paired[arm].deviation:
-                row["needed_seeds"] = needed_pairs(difference, deviation)
+                row["needed_seeds"] = needed_pairs(difference, deviation, alpha=ALPHA / len(tested))
         rows.append(ArmRow(**row))
     return rows
 
@@ -232,18 +233,16 @@ def _rows(
 def _judge(found: Verdict, counts: Counter[str], reference: Counter[str]) -> Verdict:
     """The verdict on an arm whose runs, and the reference's, ended as counted.
 
-    Where runs diverged the rest is a selection, so that alone cannot make an arm better (or the reference, if it is the
-    one that diverged).
+    Where runs diverged or failed the rest is a selection, so that alone cannot make an arm better (or the reference, if
+    it is the one whose runs are missing).
     """
     for favoured, here, whose in (("better", counts, "its"), ("worse", reference, "the reference's")):
-        if diverged := here["diverged"]:
-            total = sum(here.values())
+        if lost := here["diverged"] + here["failed"]:
+            what = " or ".join(state for state in ("diverged", "failed") if here[state])
+            missing = f"{lost} of {whose} {sum(here.values())} runs {what}"
             if found.outcome == favoured:
-                return Verdict(
-                    outcome="unknown",
-                    text=f"no verdict: {diverged} of {whose} {total} runs diverged; the others: {found.text}",
-                )
-            found = Verdict(outcome=found.outcome, text=f"{found.text} ({diverged} of {whose} {total} runs diverged)")
+                return Verdict(outcome="unknown", text=f"no verdict: {missing}; the others: {found.text}")
+            found = Verdict(outcome=found.outcome, text=f"{found.text} ({missing})")
     return found
 
 

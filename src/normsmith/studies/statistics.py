@@ -46,7 +46,7 @@ class Paired(Config):
         bootstrap_low: lower end of the 95 % percentile bootstrap interval (`BOOTSTRAP` resamples, fixed generator); too
             narrow for few pairs, so it is for comparison only.
         bootstrap_high: its upper end.
-        p_t: two-sided p of the paired t test.
+        p_t: two-sided p of the paired t test; like its interval, None for equal differences that are not zero.
         p_sign_flip: two-sided p of the sign-flip permutation test.
         p_wilcoxon: two-sided p of the Wilcoxon signed-rank test.
         p_smallest: the smallest p that the last two can reach with so many pairs, 2^(1−n).
@@ -84,7 +84,9 @@ def compare_paired(differences: Sequence[float] | Values) -> Paired:
     n = len(d)
     if n < 2:
         return Paired(pairs=n, mean=float(d[0]) if n else None)
-    low, high = t_interval(d)
+    # Noise that happens to be equal to the last bit is not noise: a t of infinity would be believed.
+    judged = deviation_of(d) > 0 or not d.any()
+    low, high = t_interval(d) if judged else (None, None)
     bootstrap_low, bootstrap_high = bootstrap_interval(d)
     return Paired(
         pairs=n,
@@ -94,7 +96,7 @@ def compare_paired(differences: Sequence[float] | Values) -> Paired:
         high=high,
         bootstrap_low=bootstrap_low,
         bootstrap_high=bootstrap_high,
-        p_t=t_test(d),
+        p_t=t_test(d) if judged else None,
         p_sign_flip=sign_flip(d),
         p_wilcoxon=wilcoxon(d),
         p_smallest=2.0 ** (1 - n),
@@ -165,12 +167,14 @@ def sign_flip(values: Sequence[float] | Values, seed: int = 0) -> float:
 
 
 def wilcoxon(differences: Sequence[float] | Values) -> float:
-    """Two-sided p of the signed-rank test: sign flips of the ranks of |d|, zeros dropped, ties at their mean rank."""
+    """Two-sided p of the signed-rank test: sign flips of the ranks of |d|, zeros dropped, ties at their mean rank.
+
+    Values that differ by rounding alone, as differences of equal accuracies do, are zero or tied.
+    """
     d = _values(differences)
-    d = d[d != 0]
-    if not len(d):
-        return 1.0
-    return sign_flip(np.sign(d) * stats.rankdata(np.abs(d)))
+    sizes = np.round(np.abs(d) / max(float(np.abs(d).max(initial=0.0)), 1e-300), 9)
+    d, sizes = d[sizes > 0], sizes[sizes > 0]
+    return sign_flip(np.sign(d) * stats.rankdata(sizes)) if len(d) else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -241,11 +245,10 @@ def verdict(
     """
     if found.pairs == 0:
         return Verdict(outcome="unknown", text="no verdict: no seed finished in both arms")
+    if found.deviation == 0 and found.mean != 0:
+        return Verdict(outcome="unknown", text="no verdict: the difference does not depend on the seed")
     if found.pairs == 1 or found.mean is None or found.low is None or found.high is None or p_adjusted is None:
         return Verdict(outcome="unknown", text="no verdict: one seed")
-    if found.deviation == 0 and found.mean != 0:
-        # Noise that happens to be equal to the last bit is not noise: a t of infinity would be believed.
-        return Verdict(outcome="unknown", text="no verdict: the difference does not depend on the seed")
     if p_adjusted > alpha:
         return Verdict(outcome="none", text="no difference seen")
     low, high = sorted((abs(found.low), abs(found.high)))

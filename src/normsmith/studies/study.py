@@ -182,8 +182,9 @@ def read_sweep(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def plan_study(base: Recipe, arms: Sequence[str], seeds: Sequence[int], sweep: dict[str, tuple[str, ...]]) -> Recipe:
     """Check that the arms make a fair comparison, and return the recipe they share.
 
-    With a sweep it has a test split (as large as the validation split, unless it has one already): the best point is
-    chosen on validation, so its validation loss is no honest result any more.
+    Where something is chosen on the validation split, the best point of a sweep or the best step of a run, it has a
+    test split (as large as the validation split, unless it has one already): what was chosen there is no honest result
+    there.
 
     Raises:
         InputError: what `check_arms` refuses, or a swept setting that an arm names, or that a recipe has not.
@@ -197,7 +198,8 @@ def plan_study(base: Recipe, arms: Sequence[str], seeds: Sequence[int], sweep: d
                 raise InputError(f"arm {arm!r} changes {key}, which is swept; leave one of the two out")
             for value in values:
                 set_values(recipe, {key: value})
-    if sweep and not base.data.test_fraction:
+    chosen = bool(sweep) or any(recipe.training.keep == "best" for recipe in recipes)
+    if chosen and not base.data.test_fraction:
         return base.changed(data={**base.data.to_dict(), "test_fraction": base.data.validation_fraction})
     return base
 

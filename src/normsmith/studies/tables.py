@@ -44,7 +44,7 @@ def cells_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
                 *([row.point] if swept else []),
                 seeds_text(row.counts),
                 _with_interval(row.mean, row.low, row.high, f"{{:{digits}}}"),
-                NOTHING if paired is None else _with_interval(paired.mean, paired.low, paired.high, f"{{:+{digits}}}"),
+                NOTHING if paired is None else _difference(row, f"{{:+{digits}}}"),
                 _p(row.p_holm),
                 _p(None if paired is None else paired.p_sign_flip),
                 "reference" if row.verdict is None else row.verdict.text,
@@ -69,26 +69,34 @@ def _with_interval(mean: float | None, low: float | None, high: float | None, fo
     return (form.format(mean) + interval).replace("-", "−")
 
 
+def _difference(row: ArmRow, form: str) -> str:
+    """With the number of pairs where it is not that of the seeds in the mean: the two may then seem to disagree."""
+    paired = row.paired
+    assert paired is not None
+    pairs = "" if paired.pairs in (0, row.counts.get("finished", 0)) else f" ({paired.pairs} pairs)"
+    return _with_interval(paired.mean, paired.low, paired.high, form) + pairs
+
+
 def _p(value: float | None) -> str:
     return NOTHING if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def notes(comparison: Comparison, runs: bool = True) -> list[str]:
     """What a reader must know to believe the table, or not to; with `runs` also each run that does not count."""
-    pairs = sorted({row.paired.pairs for row in comparison.arms if row.paired is not None})
+    pairs = sorted({row.paired.pairs for row in comparison.arms if row.paired is not None and row.paired.pairs > 1})
     measure = comparison.measure
     said = _meaning(comparison)
-    if pairs and pairs[-1] > 1:
-        smallest = 2.0 ** (1 - pairs[-1])
-        exact = "exact" if pairs[-1] <= EXACT_PAIRS else "from random signs"
+    for number in pairs:
+        smallest = 2.0 ** (1 - number)
+        exact = "exact" if number <= EXACT_PAIRS else "from random signs"
         limits = " and can never reach 0.05" if smallest > 0.05 else ""
         said.append(
-            f"The sign-flip test ({exact}) needs no such assumption; with {pairs[-1]} pairs its p cannot fall below "
+            f"The sign-flip test ({exact}) needs no such assumption; with {number} pairs its p cannot fall below "
             f"{smallest:.2g}{limits}."
         )
     amount = measure.amount(comparison.difference)
     said += [
-        f"{row.arm}: {_needed(row)} needed to see a difference of {amount} with a chance of 0.8."
+        f"{row.arm}: {_needed(row)} needed to see a difference of {amount} with a chance of 0.8 after the correction."
         for row in comparison.arms
         if row.paired is not None and row.paired.deviation
     ]
@@ -116,7 +124,7 @@ def _meaning(comparison: Comparison) -> list[str]:
         ]
     return [
         f"Means over seeds of the {what} with 95 % t intervals; differences to the first arm, paired by seed: same "
-        "initial weights, batches and budget.",
+        "batches and budget, and the same initial weights wherever shape and spread are those of the shared recipe.",
         "Verdicts rest on the paired t test, corrected over the arms by Holm's method, at 0.05; a t test takes the "
         "differences for normally distributed.",
     ]
