@@ -180,7 +180,7 @@ def _step(model: nn.Module, site: Site, mode: Mode) -> _Step | str:
     shifted = form.shift is not None and bool(form.shift.any())
     if not site.blocked and (lost := _lost_ties(model, site.untie)):
         return (
-            f"the output head shares its weight with the embeddings, and untying it would also untie {lost[0]}, which "
+            f"{site.untie[0]} shares its weights with other modules, and untying it would also untie {lost[0]}, which "
             "transformers would then not save"
         )
     if not site.blocked:
@@ -287,11 +287,13 @@ def _lost_ties(model: nn.Module, untie: Sequence[str]) -> list[str]:
 
 
 def _tied_by_class(model: Any) -> set[str]:
-    """Names that share a parameter with another in a model of the class whose configuration ties nothing."""
+    """Names that share a parameter with another in a model of the class whose configuration file ties nothing."""
     config = copy.deepcopy(model.config)
-    fresh: Any = SimpleNamespace(config=config)
-    for each in _configs(fresh):
+    for each in _configs(SimpleNamespace(config=config)):
         each.tie_word_embeddings = False
+    config = type(config).from_dict(config.to_dict())  # T5's ties all the same, but for what the file holds apart
+    if config.tie_word_embeddings:
+        return set(model.all_tied_weights_keys)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         made = type(model)._from_config(config)
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
