@@ -294,8 +294,11 @@ def _tied_by_class(model: Any) -> set[str]:
     config = type(config).from_dict(config.to_dict())  # T5's ties all the same, but for what the file holds apart
     if config.tie_word_embeddings:
         return set(model.all_tied_weights_keys)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        made = type(model)._from_config(config)
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            made = type(model)._from_config(config)
+    except Exception:  # whatever a class raises that cannot be made so; then nothing is known to stay tied
+        return set()
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in made.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
