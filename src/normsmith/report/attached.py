@@ -13,6 +13,9 @@ from normsmith.config import Config
 from normsmith.errors import ConfigError, InputError
 from normsmith.report.results import DecodeRow
 
+CORRUPTED = "Accuracy under corruption"
+"""Title of the panel whose places are corruptions: reports make a table of it."""
+
 _C = TypeVar("_C", bound=Config)
 
 

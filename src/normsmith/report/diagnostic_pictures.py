@@ -212,9 +212,10 @@ def _profile(
         if places is None or all(place.isdigit() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
-            every = math.ceil(len(places) / 8)
-            named = [shorten(place, 16) for place in short_names(places)[::every]]
-            axes.set_xticks(range(0, len(places), every), named, rotation=30, ha="right")
+            every = math.ceil(len(places) / 16)
+            named = [shorten(place, 18) for place in short_names(places)[::every]]
+            steep = 30 if len(named) <= 8 else 50  # so steep that as many names do not cover each other
+            axes.set_xticks(range(0, len(places), every), named, rotation=steep, ha="right", rotation_mode="anchor")
         axes.set_xlabel(x_label)
         axes.set_ylabel(_wrapped(y_label))
 

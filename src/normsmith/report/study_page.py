@@ -17,6 +17,7 @@ from normsmith.report.grid import Grid, escaped, markdown_lines
 from normsmith.report.page import template
 from normsmith.report.pictures import Picture
 from normsmith.report.results import write_text
+from normsmith.report.robustness_tables import corruptions_grid, robustness_grid
 from normsmith.report.study_tables import (
     arms_grid,
     cost_grid,
@@ -127,7 +128,7 @@ def _page(account: Account, prefix: str, pictures: bool) -> _Page:
         from normsmith.report.study_pictures import study_pictures
 
         outcome, diagnostics = study_pictures(account)
-    second = (statistics_grid, published_grid, further_grid, cost_grid, decode_grid)
+    second = (statistics_grid, robustness_grid, corruptions_grid, published_grid, further_grid, cost_grid, decode_grid)
     return _Page(
         account=account,
         prefix=prefix,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -200,13 +200,8 @@ def _rows(
         arm: {o.cell.seed: value for o in found if o.state == "finished" and (value := measure.of(o)) is not None}
         for arm, found in shown.items()
     }
-    reference, *others = study.plan.arms
-    paired = {
-        arm: compare_paired([v - values[reference][s] for s, v in values[arm].items() if s in values[reference]])
-        for arm in others
-    }
-    tested = [arm for arm in others if paired[arm].p_t is not None]
-    corrected = dict(zip(tested, holm([paired[arm].p_t or 0.0 for arm in tested]), strict=True))
+    reference = study.plan.arms[0]
+    paired, corrected = pair_arms(values)
     rows: list[ArmRow] = []
     for arm, found in shown.items():
         counts = Counter(o.state for o in found)
@@ -225,9 +220,20 @@ def _rows(
             states = counts, Counter(o.state for o in shown[reference])
             row["verdict"] = _judge(verdict(paired[arm], corrected.get(arm), better=measure.better), *states)
             if deviation := paired[arm].deviation:
-                row["needed_seeds"] = needed_pairs(difference, deviation, alpha=ALPHA / len(tested))
+                row["needed_seeds"] = needed_pairs(difference, deviation, alpha=ALPHA / len(corrected))
         rows.append(ArmRow(**row))
     return rows
+
+
+def pair_arms(values: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, Paired], dict[str, float]]:
+    """Differences of every arm (arm → seed → value) to the first, seed by seed, and p values of the t test by Holm."""
+    reference, *others = values
+    paired = {
+        arm: compare_paired([v - values[reference][s] for s, v in values[arm].items() if s in values[reference]])
+        for arm in others
+    }
+    tested = {arm: p for arm, found in paired.items() if (p := found.p_t) is not None}
+    return paired, dict(zip(tested, holm(list(tested.values())), strict=True))
 
 
 def _judge(found: Verdict, counts: Counter[str], reference: Counter[str]) -> Verdict:

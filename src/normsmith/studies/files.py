@@ -9,4 +9,4 @@ RECIPE, ENVIRONMENT, METRICS, RESULT, FAILURE = (
     "result.json",
     "failure.json",
 )
-DIAGNOSTICS, PUBLISHED, DECODE = "diagnostics.json", "published.json", "decode.json"
+DIAGNOSTICS, PUBLISHED, DECODE, ROBUSTNESS = "diagnostics.json", "published.json", "decode.json", "robustness.json"

@@ -19,15 +19,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from normsmith import ranks
 from normsmith.connections import Connection, connections
-from normsmith.data import Facts, load_shared
+from normsmith.data import Facts, TaskData, load_shared
 from normsmith.errors import DivergedError, InputError
 from normsmith.evaluation.metrics import TaskScore
 from normsmith.folders import prepare_folder
 from normsmith.models import NormsmithPreTrainedModel
 from normsmith.models.branch import Fresh
 from normsmith.models.config import initial_deviations
+from normsmith.report.attached import Panel
 from normsmith.report.results import write_text
 from normsmith.schedules import Controller, GateFreezeConfig
+from normsmith.studies.corrupted import check_corruptions, measure_corruptions
 from normsmith.studies.diagnose import diagnose, watchers, write_panels
 from normsmith.studies.environment import environment
 from normsmith.studies.files import METRICS, RESULT
@@ -161,6 +163,7 @@ def run_recipe(
             # Gates that nothing freezes are watched all the same: entropy and weights are logged, τ goes to `tau_end`.
             controller = freeze_gates_(model, GateFreezeConfig(rule="never"), steps=training.max_steps)
         give_moments_(model, data)
+        check_corruptions(recipe, data)
         arguments = training.arguments(checkpoints, recipe.seed)
         return parts_of(recipe, data), model, controller, arguments
 
@@ -210,9 +213,14 @@ def run_recipe(
             result["peak_memory_bytes"] = memory
         if step is not None:
             result["kept_step"] = step
+        measured: list[tuple[list[Panel], dict[str, float]]] = []
         if recipe.evaluation.diagnostics:
-            panels, numbers = diagnose(model, controller, parts.validation, causal, reporter.say)
-            write_panels(folder, panels)
+            measured.append(diagnose(model, controller, parts.validation, causal, reporter.say))
+        if recipe.evaluation.corruptions is not None and isinstance(data, TaskData):
+            measured.append(measure_corruptions(model, recipe, data, folder, reporter.say))
+        if measured:
+            write_panels(folder, [panel for panels, _ in measured for panel in panels])
+        for _, numbers in measured:
             result |= numbers
         if last is not None:
             result["resumed"] = True  # then `seconds` is the time of the last part only

@@ -1,0 +1,96 @@
+"""What a run's image classifier is worth under corruptions: RUN/robustness.json, panels for reports, and one number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from normsmith.data import Examples, TaskData
+from normsmith.data.corruptions import CORRUPTIONS, SEVERITIES, read_official
+from normsmith.errors import InputError
+from normsmith.evaluation.robustness import Robustness, measure_official, measure_robustness
+from normsmith.report.attached import CORRUPTED, Panel
+from normsmith.report.results import write_text
+from normsmith.studies.files import ROBUSTNESS
+from normsmith.studies.recipe import GENERATED, Recipe
+
+BY_SEVERITY = "Accuracy by severity of the corruption"
+
+
+def check_corruptions(recipe: Recipe, data: Any) -> None:
+    """Refuse, before anything is trained, images that could not be measured in the end.
+
+    Raises:
+        InputError: published files that are missing, damaged, of another size than the data, or with other classes;
+            images too small to be corrupted.
+    """
+    source = recipe.evaluation.corruptions
+    if source is None or not isinstance(data, TaskData):
+        return
+    size = (*(data.facts.image_size or ()), data.facts.channels)
+    if source == GENERATED:
+        if min(size[:2]) < 4 or size[2] not in (1, 3):
+            raise InputError(
+                f"evaluation.corruptions: images of {_size(size)} cannot be corrupted; expected at least 4×4 pixels "
+                "and 1 or 3 channels"
+            )
+        return
+    for name in CORRUPTIONS:
+        images, labels = read_official(source, name, 1)
+        if images.shape[1:] != size:
+            raise InputError(
+                f"{source}: {name}.npy holds images of {_size(images.shape[1:])}, {data.source} has {_size(size)}"
+            )
+        if len(labels) and int(labels.max()) >= len(data.facts.labels):
+            raise InputError(
+                f"{source}: labels.npy has the class {int(labels.max())}, {data.source} only 0 to "
+                f"{len(data.facts.labels) - 1}"
+            )
+
+
+def measure_corruptions(
+    model: nn.Module, recipe: Recipe, data: TaskData, folder: Path, say: Callable[[str], None]
+) -> tuple[list[Panel], dict[str, float]]:
+    """Accuracy of a finished run under the fifteen corruptions at five severities; all numbers go to `robustness.json`.
+
+    What is corrupted are the test images, the first `evaluation.windows` of them where the recipe limits these.
+
+    Returns:
+        Panels (mean over severities of each corruption, mean over corruptions of each severity), and
+        `corrupted_accuracy`, the mean over all.
+    """
+    source = recipe.evaluation.corruptions
+    say(f"accuracy under {len(CORRUPTIONS)} corruptions at {len(SEVERITIES)} severities")
+    if source == GENERATED or source is None:
+        found = measure_robustness(model, *_pixels(data.test, recipe.evaluation.windows))
+    else:
+        found = measure_official(model, source)
+    write_text(folder / ROBUSTNESS, json.dumps(found.to_dict(), indent=1) + "\n")
+    return _panels(found), {"corrupted_accuracy": found.mean}
+
+
+def _panels(found: Robustness) -> list[Panel]:
+    names = tuple(sorted(found.accuracy))
+    means = tuple(float(np.mean(found.accuracy[name])) for name in names)
+    each = tuple(float(np.mean([found.accuracy[name][s - 1] for name in names])) for s in SEVERITIES)
+    readable = tuple(name.replace("_", " ") for name in names)
+    return [
+        Panel(title=CORRUPTED, x=readable, series={"accuracy": means}, x_label="Corruption"),
+        Panel(title=BY_SEVERITY, x=SEVERITIES, series={"accuracy": each}, x_label="Severity"),
+    ]
+
+
+def _pixels(examples: Examples, limit: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
+    images, labels = (np.asarray(examples.columns[name]) for name in ("image", "label"))
+    count = limit or len(images)
+    return images[:count], labels[:count]
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape[:2])) + f" pixels and {shape[2]} channel(s)"
