@@ -180,9 +180,9 @@ def test_initial_deviations(kind: str, preset: str) -> None:
     assert spread(model, "embed_tokens") == pytest.approx(64**-0.5 if kind == "ngpt" else 0.02, rel=0.05)
 
 
-@pytest.mark.parametrize("norm", ["dyt", "derf"])
-def test_embeddings_are_scaled_for_norms_that_have_no_statistics(norm: str, tmp_path: Path) -> None:
-    model = small("pre", norm=norm)
+@pytest.mark.parametrize("norm", ["dyt", "derf", {"kind": "random_selector", "candidates": ["dyt", "derf"]}])
+def test_embeddings_are_scaled_for_norms_that_have_no_statistics(norm: Any, tmp_path: Path) -> None:
+    model = small("pre", norm=norm).eval()  # in which a random mixture is the mean of its candidates
     scale = model.model.embedding_scale
     assert scale is not None
     assert scale(torch.ones(D)).tolist() == pytest.approx([D**0.5] * D)
@@ -196,6 +196,7 @@ def test_embeddings_are_scaled_for_norms_that_have_no_statistics(norm: str, tmp_
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, logits)
     assert small("pre").model.embedding_scale is None
+    assert small("pre", norm="autonorm").model.embedding_scale is None  # LayerNorm is among its candidates
     assert small("pre", norm=norm, embedding_scale=False).model.embedding_scale is None
     assert small("pre", embedding_scale=True).model.embedding_scale is not None
 

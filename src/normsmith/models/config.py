@@ -67,7 +67,8 @@ class NormsmithConfig(PreTrainedConfig):
         rope_theta: base of the rotary frequencies.
         tie_word_embeddings: whether the head is the embedding matrix; default yes, except for `ngpt`, which forbids it.
         embedding_scale: whether one learned scalar, √d at the start, multiplies the embeddings; default: in language
-            models with `dyt` or `derf` norms, which do not train well without it (arXiv 2503.10622).
+            models with `dyt` or `derf` norms, or with a mixture of nothing else, which do not train well without it
+            (arXiv 2503.10622).
         causal: whether a token sees only what is before it; models for classification and regression see everything.
         dropout: probability of zeroing an entry of the embeddings or of a sublayer's output, in training.
         drop_path: probability of leaving out a whole sublayer for one sample, in training (stochastic depth, arXiv
@@ -124,7 +125,7 @@ class NormsmithConfig(PreTrainedConfig):
         if self.final_norm is None:
             self.final_norm = family.final_norm(norm, connection).to_dict()
         if self.embedding_scale is None:
-            self.embedding_scale = self.causal and type(self).reads_tokens and norm.kind in ("dyt", "derf")
+            self.embedding_scale = self.causal and type(self).reads_tokens and _is_elementwise(norm)
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = not family.unit_weights
         self.norm, self.connection = norm.to_dict(), connection.to_dict()
@@ -184,6 +185,12 @@ class NormsmithConfig(PreTrainedConfig):
 
 # Keys of transformers that are spelt nearly like ours, as a tokenizer for classification has them.
 _OTHERS = {"sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id"}
+
+
+def _is_elementwise(norm: NormConfig) -> bool:
+    """Whether nothing in a norm, or in any candidate of a mixture, divides by the scale of what it reads."""
+    candidates = getattr(norm, "candidates", ())
+    return all(map(_is_elementwise, candidates)) if candidates else norm.kind in ("dyt", "derf")
 
 
 def _reject_typos(unknown: dict[str, Any]) -> None:
