@@ -38,6 +38,10 @@ def test_the_table_is_made_of_finished_runs_on_the_same_data_and_seeds(study: Pa
     assert found["metric"] == "test accuracy"
     assert [row["arm"] for row in found["arms"]] == list(ARMS)
     assert {run["state"] for run in found["runs"]} == {"finished"}
+    for cell in load_study(study).cells:  # 9 sites of width 64, ⌊64/4⌋ hidden channels, two candidates
+        result = json.loads((cell.folder / "result.json").read_text())
+        expected = 9 * (64 * 16 + 16 + 16 * 2 + 2) if cell.arm.startswith("autonorm") else None
+        assert result.get("gate_parameters") == expected
     for arm in ARMS:
         assert sorted(run["seed"] for run in found["runs"] if run["arm"] == arm) == [0, 1]
     for row in found["arms"]:

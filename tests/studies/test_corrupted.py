@@ -16,6 +16,7 @@ from normsmith.models import NormsmithForImageClassification
 from normsmith.studies.library import find_recipe
 from normsmith.studies.runner import run_recipe
 from normsmith.training import Reporter
+from tests.cli.conftest import normsmith
 
 SHORT = ["training.max_steps=6", "evaluation.windows=12"]
 
@@ -26,7 +27,8 @@ def test_a_run_measures_its_own_test_images(tmp_path: Path) -> None:
     model = NormsmithForImageClassification.from_pretrained(tmp_path / "run")
     test = load_data(recipe.data).test.columns
     expected = measure_robustness(model, *(np.asarray(test[key])[:12] for key in ("image", "label")))
-    assert json.loads((tmp_path / "run/robustness.json").read_text()) == expected.to_dict()
+    written = json.loads((tmp_path / "run/robustness.json").read_text())
+    assert written == {"source": "generated", **expected.to_dict()}
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["corrupted_accuracy"] == pytest.approx(expected.mean)
     assert expected.clean == result["test_metric"]
@@ -50,11 +52,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_published_files_instead(published: Path, tmp_path: Path) -> None:
-    recipe = find_recipe("digits-vit", [*SHORT, f"evaluation.corruptions={published}"])
-    run_recipe(recipe, tmp_path / "run", Reporter(quiet=True))
+    changes = [SHORT[0], "evaluation.windows=7", f"evaluation.corruptions={published}"]
+    run_recipe(find_recipe("digits-vit", changes), tmp_path / "run", Reporter(quiet=True))
     model = NormsmithForImageClassification.from_pretrained(tmp_path / "run")
     found = json.loads((tmp_path / "run/robustness.json").read_text())
-    assert found == measure_official(model, published).to_dict()
+    assert found == {"source": str(published), **measure_official(model, published, limit=7).to_dict()}
+    assert {round(7 * value, 9) % 1 for values in found["accuracy"].values() for value in values} == {0}
     assert found["clean"] is None
 
 
@@ -63,7 +66,9 @@ def test_published_files_instead(published: Path, tmp_path: Path) -> None:
     [
         ("fog.npy", None, r"fog\.npy: cannot be read as a NumPy array"),
         ("fog.npy", np.zeros((50, 9, 9, 3), np.uint8), r"fog\.npy holds images of 9×9 pixels and 3 channel\(s\), "),
-        ("labels.npy", np.full(50, 10), r"labels\.npy has the class 10, digits only 0 to 9"),
+        ("fog.npy", np.zeros((0, 8, 8, 1), np.uint8), r"fog\.npy holds uint8 \(0, 8, 8, 1\)"),
+        ("labels.npy", np.arange(50) // 45 * 10, r"labels\.npy has the class 10 in row 45, digits only 0 to 9"),
+        ("labels.npy", -(np.arange(50) // 49), r"labels\.npy has the class -1 in row 49, digits only 0 to 9"),
     ],
 )
 def test_what_could_not_be_measured_is_refused_before_training(
@@ -80,6 +85,13 @@ def test_what_could_not_be_measured_is_refused_before_training(
     with pytest.raises(InputError, match=message):
         run_recipe(recipe, tmp_path / "run", Reporter(quiet=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_not_there_leaves_no_study_behind(tmp_path: Path) -> None:
+    options = ("--arms", "layernorm,dyt", "--set", "evaluation.corruptions=generate", "-o", tmp_path / "study")
+    done = normsmith("compare", "digits-vit", *options)
+    done.refused("evaluation.corruptions=generate: there is no such folder; write generated, or the folder")
+    assert not (tmp_path / "study").exists()
 
 
 def test_only_images_can_be_corrupted() -> None:

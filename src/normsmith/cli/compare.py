@@ -68,6 +68,7 @@ def compare(
     from normsmith.studies.arms import split_arms
     from normsmith.studies.budget import check_study_memory
     from normsmith.studies.comparison import read_comparison
+    from normsmith.studies.corrupted import check_corruptions, check_source
     from normsmith.studies.execute import StudyProgress, forget_failures
     from normsmith.studies.executors import make_executor
     from normsmith.studies.library import find_recipe
@@ -82,10 +83,12 @@ def compare(
     check_folder(folder, overwrite=False, resume=True)
     shared = plan_study(loaded, named, numbers, swept)
     check_metric(shared, metric)
+    check_source(shared)
     if engine == "local":  # a cluster's machines have memories of their own
         check_study_memory(shared, named, swept)
     with Reporter(quiet=as_json) as reporter:
         data = load_data(shared.data, reporter.say)
+        check_corruptions(shared, data)
         plan = Plan(
             normsmith=normsmith.__version__,
             command=shlex.join(["normsmith", *sys.argv[1:]]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -200,23 +200,38 @@ def read_official(folder: str | Path, name: str, severity: int) -> tuple[Images,
         InputError: an unknown name or severity, or a file that is missing or of another size.
     """
     _check(name, severity)
+    images, labels = open_official(folder, name)
+    each = len(images) // len(SEVERITIES)
+    part = slice((severity - 1) * each, severity * each)
+    return np.array(images[part]), labels[part]
+
+
+def open_official(folder: str | Path, name: str) -> tuple[Images, npt.NDArray[np.int64]]:
+    """All severities of one corruption: images (5·n, h, w, c), left on the disk, and labels (5·n,).
+
+    Raises:
+        InputError: a file that is missing or of another size.
+    """
+    folder = Path(folder).expanduser()
     arrays: list[npt.NDArray[Any]] = []
-    for path in (Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"):
+    for path in (folder / f"{name}.npy", folder / "labels.npy"):
         try:
-            arrays.append(np.load(path, mmap_mode="r"))
+            array: Any = np.load(path, mmap_mode="r")
         except (OSError, EOFError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as a NumPy array ({error})") from None
-    images, labels = arrays[0], as_classes(arrays[1], Path(folder) / "labels.npy")
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{path}: holds an archive of arrays, expected one array")
+        arrays.append(cast("npt.NDArray[Any]", array))
+    images, labels = arrays[0], as_classes(arrays[1], folder / "labels.npy")
     if not images.ndim:
         raise InputError(f"{folder}: {name}.npy holds a number, not images")
-    each = len(images) // len(SEVERITIES)
-    if images.ndim != 4 or images.dtype != np.uint8 or len(images) % len(SEVERITIES) or len(labels) != len(images):
+    wrong = images.ndim != 4 or images.dtype != np.uint8 or not len(images) or len(images) % len(SEVERITIES)
+    if wrong or len(labels) != len(images):
         raise InputError(
             f"{folder}: {name}.npy holds {images.dtype} {images.shape} and labels.npy {len(labels)} labels; expected "
             "uint8 (5·n, height, width, channels) and 5·n labels"
         )
-    part = slice((severity - 1) * each, severity * each)
-    return np.array(images[part]), labels[part]
+    return images, labels
 
 
 def _check(name: str, severity: int) -> None:

@@ -75,16 +75,24 @@ def measure_robustness(
 
 
 def measure_official(
-    model: nn.Module, folder: str | Path, names: Sequence[str] = tuple(CORRUPTIONS), batch_size: int = 256
+    model: nn.Module,
+    folder: str | Path,
+    names: Sequence[str] = tuple(CORRUPTIONS),
+    batch_size: int = 256,
+    limit: int = 0,
 ) -> Robustness:
-    """The same on the published images of CIFAR-10-C (or CIFAR-100-C), read from their `.npy` files."""
+    """The same on the published images of CIFAR-10-C (or CIFAR-100-C), read from their `.npy` files.
+
+    `limit` takes the first images of every severity, 0 all of them.
+    """
     _check_names(names)
     found: dict[str, tuple[float, ...]] = {}
     for name in names:
         values: list[float] = []
         for severity in SEVERITIES:
             images, labels = read_official(folder, name, severity)
-            examples = Examples({"image": images, "label": labels}, finish)
+            chosen = slice(limit or None)
+            examples = Examples({"image": images[chosen], "label": labels[chosen]}, finish)
             values.append(score(model, examples, ACCURACY, batch_size).metric)
         found[name] = tuple(values)
     return Robustness(None, found)

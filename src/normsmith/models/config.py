@@ -188,9 +188,14 @@ _OTHERS = {"sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token
 
 
 def _is_elementwise(norm: NormConfig) -> bool:
-    """Whether nothing in a norm, or in any candidate of a mixture, divides by the scale of what it reads."""
-    candidates = getattr(norm, "candidates", ())
-    return all(map(_is_elementwise, candidates)) if candidates else norm.kind in ("dyt", "derf")
+    """Whether a norm saturates, and neither it nor any candidate of a mixture divides by the scale of what it reads."""
+    kinds = _kinds(norm)
+    return bool(kinds & {"dyt", "derf"}) and kinds <= {"dyt", "derf", "identity"}
+
+
+def _kinds(norm: NormConfig) -> set[str]:
+    candidates: tuple[NormConfig, ...] = getattr(norm, "candidates", ())
+    return {kind for candidate in candidates for kind in _kinds(candidate)} if candidates else {norm.kind}
 
 
 def _reject_typos(unknown: dict[str, Any]) -> None:

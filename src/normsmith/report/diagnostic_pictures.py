@@ -223,7 +223,10 @@ def _profile(
     told = "; ".join(f"{line.arm}: from {min(line.mean):.4g} to {max(line.mean):.4g}" for line in lines)
     note = f"{said} Lines: means over seeds; areas: lowest to highest."
     alt = f"{title} along {x_label.lower()}, mean over seeds, smallest and largest value. {told}."
-    finding = "First and last: " + _spread(ends)
+    if places is None:
+        finding = "First and last: " + _spread(ends)
+    else:  # names have no order that a first and a last could belong to
+        finding = "Lowest and highest: " + _spread({line.arm: (min(line.mean), max(line.mean)) for line in lines})
     return picture_of(name, (title, finding, note, alt), draw, len(lines))
 
 

@@ -38,8 +38,10 @@ def robustness_grid(account: Account) -> Grid | None:
             )
         )
     titles = ("Seeds", "Mean accuracy [95 %]", "Difference [95 %]", "p (t)", "p (Holm)")
+    source = account.study.plan.base.get("evaluation", {}).get("corruptions")
+    images = "Test images" if source == "generated" else f"Images of {source}"
     note = (
-        "Test images after 15 corruptions at 5 severities each; all arms and seeds see the same pixels. Differences to "
+        f"{images} after 15 corruptions at 5 severities each, the same for all arms and seeds. Differences to "
         f"{account.rows[0].arm}, paired by seed."
     )
     headings = (Heading("Arm", number=False), *map(Heading, titles))

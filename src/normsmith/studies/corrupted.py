@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from torch import nn
 
 from normsmith.data import Examples, TaskData
-from normsmith.data.corruptions import CORRUPTIONS, SEVERITIES, read_official
+from normsmith.data.corruptions import CORRUPTIONS, SEVERITIES, open_official
 from normsmith.errors import InputError
 from normsmith.evaluation.robustness import Robustness, measure_official, measure_robustness
 from normsmith.report.attached import CORRUPTED, Panel
@@ -21,6 +22,20 @@ from normsmith.studies.files import ROBUSTNESS
 from normsmith.studies.recipe import GENERATED, Recipe
 
 BY_SEVERITY = "Accuracy by severity of the corruption"
+
+
+def check_source(recipe: Recipe) -> None:
+    """Refuse a folder of corrupted images that is not there.
+
+    Raises:
+        InputError: it is neither `generated` nor a folder.
+    """
+    source = recipe.evaluation.corruptions
+    if source not in (None, GENERATED) and not Path(source).expanduser().is_dir():
+        raise InputError(
+            f"evaluation.corruptions={source}: there is no such folder; write generated, or the folder that holds "
+            "CIFAR-10-C's .npy files"
+        )
 
 
 def check_corruptions(recipe: Recipe, data: Any) -> None:
@@ -33,6 +48,7 @@ def check_corruptions(recipe: Recipe, data: Any) -> None:
     source = recipe.evaluation.corruptions
     if source is None or not isinstance(data, TaskData):
         return
+    check_source(recipe)
     size = (*(data.facts.image_size or ()), data.facts.channels)
     if source == GENERATED:
         if min(size[:2]) < 4 or size[2] not in (1, 3):
@@ -41,16 +57,17 @@ def check_corruptions(recipe: Recipe, data: Any) -> None:
                 "and 1 or 3 channels"
             )
         return
+    classes = len(data.facts.labels)
     for name in CORRUPTIONS:
-        images, labels = read_official(source, name, 1)
+        images, labels = open_official(source, name)
         if images.shape[1:] != size:
             raise InputError(
                 f"{source}: {name}.npy holds images of {_size(images.shape[1:])}, {data.source} has {_size(size)}"
             )
-        if len(labels) and int(labels.max()) >= len(data.facts.labels):
+        if (wrong := (labels < 0) | (labels >= classes)).any():
+            row = int(wrong.argmax())
             raise InputError(
-                f"{source}: labels.npy has the class {int(labels.max())}, {data.source} only 0 to "
-                f"{len(data.facts.labels) - 1}"
+                f"{source}: labels.npy has the class {labels[row]} in row {row}, {data.source} only 0 to {classes - 1}"
             )
 
 
@@ -61,17 +78,31 @@ def measure_corruptions(
 
     What is corrupted are the test images, the first `evaluation.windows` of them where the recipe limits these.
 
+    Args:
+        model: of the run.
+        recipe: of the run, which asks for it.
+        data: of the run.
+        folder: of the run.
+        say: told that it begins, and what could not be measured: the run has its other results all the same.
+
     Returns:
         Panels (mean over severities of each corruption, mean over corruptions of each severity), and
         `corrupted_accuracy`, the mean over all.
     """
-    source = recipe.evaluation.corruptions
+    source, limit, batch = recipe.evaluation.corruptions, recipe.evaluation.windows, recipe.training.batch_size
     say(f"accuracy under {len(CORRUPTIONS)} corruptions at {len(SEVERITIES)} severities")
-    if source == GENERATED or source is None:
-        found = measure_robustness(model, *_pixels(data.test, recipe.evaluation.windows))
-    else:
-        found = measure_official(model, source)
-    write_text(folder / ROBUSTNESS, json.dumps(found.to_dict(), indent=1) + "\n")
+    try:
+        if source == GENERATED or source is None:
+            found = measure_robustness(model, *_pixels(data.test, limit), batch_size=batch)
+        else:
+            found = measure_official(model, source, batch_size=batch, limit=limit)
+    except InputError as error:
+        say(f"corruptions: {error}")
+        return [], {}
+    if not math.isfinite(found.mean):
+        say("corruptions: the model gives numbers that are not finite for a corrupted image")
+        return [], {}
+    write_text(folder / ROBUSTNESS, json.dumps({"source": source, **found.to_dict()}, indent=1) + "\n")
     return _panels(found), {"corrupted_accuracy": found.mean}
 
 

@@ -30,8 +30,9 @@ class EvaluationConfig(Config):
             are (language models) and the gates' entropy at each site, and at the end, in diagnostics.json, the stream
             after each sublayer, update angles, fixed scales, gates and gradient norms.
         corruptions: of image classifiers also measure, at the end, the accuracy under fifteen corruptions at five
-            severities: `generated` makes them from the test images, a folder is one of CIFAR-10-C's `.npy` files. All
-            numbers go to robustness.json, their mean to result.json as `corrupted_accuracy`.
+            severities: `generated` makes them from the test images, a folder is one of CIFAR-10-C's `.npy` files; in
+            either case `windows` limits the images. All numbers go to robustness.json, their mean to result.json as
+            `corrupted_accuracy`.
     """
 
     windows: int = Field(default=0, ge=0)

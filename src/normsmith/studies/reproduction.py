@@ -26,6 +26,7 @@ from normsmith.studies.arms import arm_recipe
 from normsmith.studies.budget import Budget, Machine, budget, check_study_memory
 from normsmith.studies.cells import read_cell
 from normsmith.studies.checkpoint import load_checkpoint
+from normsmith.studies.corrupted import check_corruptions, check_source
 from normsmith.studies.execute import Executor, StudyProgress
 from normsmith.studies.files import DECODE, PUBLISHED
 from normsmith.studies.recipe import Recipe
@@ -200,6 +201,7 @@ def run_reproduction(
         shared = plan_study(plan.recipe, plan.arms, plan.seed_numbers, plan.swept)
         check_study_memory(shared, plan.arms, plan.swept)
         _check_source(name, shared)
+        check_source(shared)
         if plan.processes > 1:
             raise InputError(
                 f"the study {name!r} shares a run among {plan.processes} processes: write its recipes with "
@@ -211,6 +213,7 @@ def run_reproduction(
     for name, plan, shared in prepared:
         reporter.say(f"{name}: {plan.about}")
         data = load_data(shared.data, reporter.say)
+        check_corruptions(shared, data)
         study = make_study(
             folder / name,
             Plan(

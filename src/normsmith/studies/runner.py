@@ -163,7 +163,8 @@ def run_recipe(
             # Gates that nothing freezes are watched all the same: entropy and weights are logged, τ goes to `tau_end`.
             controller = freeze_gates_(model, GateFreezeConfig(rule="never"), steps=training.max_steps)
         give_moments_(model, data)
-        check_corruptions(recipe, data)
+        if ranks.rank() == 0:  # which alone reads them
+            check_corruptions(recipe, data)
         arguments = training.arguments(checkpoints, recipe.seed)
         return parts_of(recipe, data), model, controller, arguments
 
@@ -209,6 +210,8 @@ def run_recipe(
             if data.tokenizer is not None:
                 data.tokenizer.save_pretrained(folder)
         result["parameters"] = model.num_parameters()
+        if gates := gated_norms(model):
+            result["gate_parameters"] = sum(p.numel() for gate in gates.values() for p in gate.selector_parameters())
         if memory is not None:
             result["peak_memory_bytes"] = memory
         if step is not None:
