@@ -133,6 +133,7 @@ def draw_robustness(results: dict[str, Robustness], path: str | Path) -> Path:
     axes.set_ylabel("Accuracy in %")
     axes.set_title("Mean over severities 1 to 5; dotted: without corruption", fontsize="medium")
     axes.set_ylim(0, 100)
-    axes.legend()
+    axes.margins(x=0.01)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")  # bars leave no room for it
     figure.savefig(path, dpi=150)
     return Path(path)
