@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_a_reproduction_from_the_command_to_the_report(work: Path) -> None:
     assert (again.code, again.err) == (0, "")
     assert json.loads(again.out)["studies"][0]["arms"][0]["arm"] == "no-schedule"
     assert (work / "rep/pretraining/no-schedule/0/result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_the_smoke_reproduction_of_autonorm_takes_less_than_four_minutes(work: Path) -> None:
+    started = time.monotonic()
+    result = normsmith("reproduce", "autonorm", "-o", "rep", "--json")
+    assert result.code == 0, result
+    assert time.monotonic() - started < 240  # on two cores
+    studies = json.loads(result.out)["studies"]
+    assert len(studies) == 2
+    for study in studies:
+        assert [row["arm"] for row in study["arms"]][:2] == ["frozen_ln", "autonorm:pool=sequence+gate_freeze"]
+        assert {run["state"] for run in study["runs"]} == {"finished"}
+        assert len(study["runs"]) == 7 * 2
 
 
 def test_a_dry_run_says_the_cost_and_writes_nothing(work: Path) -> None:

@@ -25,6 +25,7 @@ from normsmith.studies.library import find_recipe
 from normsmith.studies.runner import Run, build_model, build_scheduled, run_recipe, share_start_
 from normsmith.studies.tasks import facts_of, known_facts
 from normsmith.training import Reporter, WeightAverage, decayed_names
+from tests.cli.conftest import normsmith
 
 NAMES = ["digits-vit", "code-tagging", "code-lines", "diabetes"]
 SHORT = ["training.max_steps=6", "evaluation.windows=40", "training.save_every=3", "training.log_every=1"]
@@ -57,6 +58,17 @@ def test_a_run_leaves_its_scores_and_a_model(name: str, change: str, tmp_path: P
     facts = json.loads((tmp_path / "run/environment.json").read_text())
     assert facts["data_sha256"] == done.data.data_hash
     assert (tmp_path / "run/tokenizer.json").exists() == name.startswith("code")
+
+
+def test_images_that_the_patch_does_not_divide_begin_no_study(tmp_path: Path) -> None:
+    images, labels = np.random.default_rng(0).integers(0, 256, (60, 10, 10, 1), np.uint8), np.arange(60) % 10
+    for split in ("train", "validation", "test"):
+        np.savez(tmp_path / f"{split}.npz", x=images, y=labels)
+    options = ("--set", f"data.source={tmp_path}", "--set", "model.patch_size=4", "-o", tmp_path / "study")
+    done = normsmith("compare", "digits-vit", "--arms", "layernorm,dyt", *options)
+    assert done.code == 2
+    assert "patch_size" in done.err.splitlines()[-1]
+    assert not (tmp_path / "study").exists()
 
 
 def test_digits_are_learned(tmp_path: Path) -> None:

@@ -68,13 +68,13 @@ def compare(
     from normsmith.studies.arms import split_arms
     from normsmith.studies.budget import check_study_memory
     from normsmith.studies.comparison import read_comparison
-    from normsmith.studies.corrupted import check_corruptions, check_source
+    from normsmith.studies.corrupted import check_source
     from normsmith.studies.execute import StudyProgress, forget_failures
     from normsmith.studies.executors import make_executor
     from normsmith.studies.library import find_recipe
     from normsmith.studies.study import Plan, make_study, plan_study, read_seeds, read_sweep
     from normsmith.studies.tables import terminal, write_tables
-    from normsmith.studies.tasks import check_metric
+    from normsmith.studies.tasks import check_data, check_metric
     from normsmith.training import Reporter
 
     loaded = find_recipe(recipe, changes or [])
@@ -88,7 +88,7 @@ def compare(
         check_study_memory(shared, named, swept)
     with Reporter(quiet=as_json) as reporter:
         data = load_data(shared.data, reporter.say)
-        check_corruptions(shared, data)
+        check_data(shared, data)
         plan = Plan(
             normsmith=normsmith.__version__,
             command=shlex.join(["normsmith", *sys.argv[1:]]),

@@ -26,11 +26,12 @@ from normsmith.studies.arms import arm_recipe
 from normsmith.studies.budget import Budget, Machine, budget, check_study_memory
 from normsmith.studies.cells import read_cell
 from normsmith.studies.checkpoint import load_checkpoint
-from normsmith.studies.corrupted import check_corruptions, check_source
+from normsmith.studies.corrupted import check_source
 from normsmith.studies.execute import Executor, StudyProgress
 from normsmith.studies.files import DECODE, PUBLISHED
 from normsmith.studies.recipe import Recipe
 from normsmith.studies.study import Plan, Study, make_study, plan_study, read_sweep
+from normsmith.studies.tasks import check_data
 from normsmith.training import Reporter
 
 _ROUNDS = 9  # of the decoding benchmark
@@ -213,7 +214,7 @@ def run_reproduction(
     for name, plan, shared in prepared:
         reporter.say(f"{name}: {plan.about}")
         data = load_data(shared.data, reporter.say)
-        check_corruptions(shared, data)
+        check_data(shared, data)
         study = make_study(
             folder / name,
             Plan(

@@ -28,6 +28,7 @@ from normsmith.models import (
     NormsmithTableConfig,
     NormsmithVisionConfig,
 )
+from normsmith.studies.corrupted import check_corruptions
 from normsmith.studies.recipe import Recipe
 
 Data = TextData | TaskData
@@ -173,6 +174,16 @@ def badness(recipe: Recipe, model: nn.Module, examples: Dataset[Any]) -> float:
     if metric is None:
         return found.loss
     return found.metric if metric.better == "lower" else -found.metric
+
+
+def check_data(recipe: Recipe, data: Data) -> None:
+    """Refuse, before a study of it is begun, a recipe that its data do not fit now that they are known.
+
+    Raises:
+        InputError: images that the patch does not divide, corrupted images that could not be measured.
+    """
+    model_config(recipe, facts_of(data))
+    check_corruptions(recipe, data)
 
 
 def facts_of(data: Data) -> Facts:
