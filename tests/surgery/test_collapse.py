@@ -232,10 +232,12 @@ def test_restore_takes_a_collapse_back_to_the_bit() -> None:
     assert same_state(made, before)
 
 
-def test_a_collapsed_model_folds_and_reloads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chosen", "logit"), [("layernorm", (6.0, 0.0)), ("dyt", (0.0, 6.0))])
+def test_a_collapsed_model_folds_and_reloads(chosen: str, logit: tuple[float, float], tmp_path: Path) -> None:
     made = model()
     for norm in gates(made).values():
-        lean(norm, 6.0, 0.0)
+        lean(norm, *logit)
+    assert {site.chosen for site in ns.collapse_(copy.deepcopy(made), {"input_ids": IDS}).collapsed} == {chosen}
     ns.collapse_(made, {"input_ids": IDS})
     before = logits(made)
     report = ns.fold_(made, "affine", example={"input_ids": IDS})
